@@ -88,7 +88,7 @@ PROBLEM = "  - "
 
 
 def problem_list(problems: Iterable[str]) -> str:
-    """Return one problem as it is, and several as a list with their number."""
+    """Join problems: a single one as it is, several as a numbered list."""
     lines = list(problems)
     return lines[0] if len(lines) == 1 else f"\n{PROBLEM}".join([f"{len(lines)} problems:", *lines])
 
@@ -139,7 +139,7 @@ class Range(NamedTuple):
         return not self.is_too_large(value) and all(limit is None or holds(value, limit) for holds, limit in bounds)
 
     def is_too_large(self, value: Any) -> bool:
-        """Whether the magnitude of a number exceeds the upper limit, or that of settings without one."""
+        """Whether the magnitude of a number exceeds the setting's upper limit or, without one, the common limit."""
         return isinstance(value, int | float) and not abs(value) <= self.most(value)
 
     def most(self, value: float) -> float:
@@ -207,7 +207,7 @@ _collected: ContextVar[list[Violation] | None] = ContextVar("collected", default
 
 @contextmanager
 def collected_violations() -> Iterator[list[Violation]]:
-    """Collect what nodes refuse while they are built, instead of raising: the parser wants to list everything."""
+    """Collect violations while nodes are built instead of raising them, so that the parser can list all of them."""
     found: list[Violation] = []
     token = _collected.set(found)
     try:
@@ -419,7 +419,7 @@ def read_fields(cls: type[Plain], node: DictConfig) -> Plain:
 
 
 def build_node(node: Any, cls: type[Node]) -> Node:
-    """Build a dataclass from a node, which may hold more keys; a dataclass comes back as it is.
+    """Build a dataclass from a node, which may hold further keys; return a dataclass unchanged.
 
     Raises: ConfigError listing everything that is wrong.
     """
@@ -435,7 +435,7 @@ def _plain(node: Any) -> Any:
 
 
 def parse_node(tree: Tree, cls: type[BaseConfig] | None = None, path: str = "") -> tuple[Any, list[Violation]]:
-    """Parse one resolved node and return it with what it refuses.
+    """Parse one resolved node; return its dataclass and its violations.
 
     ``cls`` is its dataclass unless its ``_target_`` names one; ``path`` is the dotted key of the node.
     """
@@ -444,7 +444,7 @@ def parse_node(tree: Tree, cls: type[BaseConfig] | None = None, path: str = "") 
 
 
 class NodeReader:
-    """Builds dataclasses from mappings and keeps what they refuse.
+    """Builds dataclasses from mappings and keeps their violations.
 
     A node with a ``_target_`` has no other keys than its dataclass, unless that is open; a plain node may hold keys
     that recipes add, unless its dataclass is closed. ``imports`` says whether code of the user runs: a model's node
@@ -499,7 +499,7 @@ class NodeReader:
         return node
 
     def _made(self, cls: Any, children: dict[str, Any], path: str, is_strict: bool) -> Any:
-        """Return the dataclass of the given values, without those of the wrong type."""
+        """Build the dataclass from the given values, without values of the wrong type."""
         hints = type_hints(cls) if issubclass(cls, BaseConfig) else {}
         external_lib = None if self.imports else children.pop("external_lib", None)
         self.violations += [violation.under(path) for violation in _external_lib_rules(external_lib)]
@@ -539,7 +539,7 @@ class NodeReader:
 
 
 def _default(cls: type[BaseConfig]) -> BaseConfig:
-    """Return a node with its defaults, also if they lack what must be given."""
+    """Return a node with its defaults, even if required values are missing."""
     with collected_violations():
         return cls()
 
@@ -548,7 +548,7 @@ _HYDRA_KEYS = {"_partial_", "_convert_", "_recursive_", "_args_"}
 
 
 def _instantiate(node: Tree) -> Any:
-    """Call the target of a node as Hydra does, but raise a ConfigError of a class in it unwrapped."""
+    """Call the target of a node as Hydra does, but raise a ConfigError of its class without Hydra's wrapper."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate
 

@@ -1,4 +1,4 @@
-"""The first seconds of a command, in which it imports: a signal ends it with a line in place of Python's trace.
+"""Signal handling while a command imports its modules: a signal prints one line instead of Python's trace.
 
 ``verl`` imports this module before any other, so it imports nothing itself that takes time.
 """

@@ -105,7 +105,7 @@ def estimate_advantages(name_or_enum: str | AdvantageEstimator, **inputs: Any) -
 
 
 def _on_used_rows(estimator: AdvantageFn, inputs: dict[str, Any], compares: bool) -> tuple[Tensor, Tensor]:
-    """Call an estimator with the rows that it is to see; the results of the others are zero."""
+    """Call an estimator on the rows to use; advantages and returns of the other rows are zero."""
     mask = inputs.get("response_mask")
     if not isinstance(mask, Tensor) or bool(mask.any(dim=-1).all()):
         return estimator(**inputs)
@@ -462,7 +462,7 @@ def compute_gpg_outcome_advantage(
     alpha: float = 1.0,
     **unused: Input,
 ) -> tuple[Tensor, Tensor]:
-    """Centre the scores of each prompt and scale them up by the share of responses with a score other than zero.
+    """Centre the scores of each prompt, and divide them by the share of responses with a nonzero score.
 
     Plain form: ``alpha * B / max(1, number of non-zero S) * (S - mean) / f_norm * m``.
 

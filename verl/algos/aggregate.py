@@ -56,7 +56,7 @@ def count_units(mask: Tensor, shares: Tensor | None = None) -> Tensor:
 
 
 def unit_count(lengths: Tensor, unit: Unit, shares: Tensor | None = None) -> Tensor:
-    """Count a unit in rows of (B,) lengths, one if there is none: a 0-dim float64 tensor.
+    """Count the given unit in rows of (B,) lengths, at least 1, as a 0-dim float64 tensor.
 
     A mean is a sum divided by this count. A row without a token does not count as a sequence.
     """
@@ -152,7 +152,7 @@ def agg_loss(
 
 
 def rows_by_share(shares: Tensor | None, loss_agg_mode: str) -> list[tuple[float, Tensor]] | None:
-    """Return the rows of each share, (share, (n,) rows), for losses that can only return means over the rows they get.
+    """Group rows by their share, as pairs (share, (n,) rows), for losses that can only return a mean over their rows.
 
     The sum of such a loss over some rows, times their share, is their part of the loss. None if all rows count alike:
     the mode takes no mean over the tokens of a sequence, or every row is a whole sequence.

@@ -12,7 +12,7 @@ from verl.base_config import BaseConfig, Violation, setting
 def rollout_is_rules(
     level: str, mode: str, upper: float | None, lower: float | None, veto: float | None
 ) -> Iterator[Violation]:
-    """Reject unknown names in the keys ``rollout_is_*``, and limits that leave nothing between them."""
+    """Reject unknown names in the keys ``rollout_is_*``, and limits with no value between them."""
     if level not in IS_LEVELS:
         yield Violation("rollout_is_level", level, f"must be one of {', '.join(IS_LEVELS)}")
     if mode not in IS_MODES:
@@ -87,7 +87,7 @@ class AlgoConfig(BaseConfig):
     rollout_is: bool = setting(False, "multiply the loss by the weights; false only reports them")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield unknown names, and thresholds without a number between them."""
+        """Yield unknown names, and thresholds with no value between them."""
         if self.kl_penalty.removesuffix("+") not in KL_ESTIMATORS:
             expected = f"must be one of {', '.join(KL_ESTIMATORS)}, or one with a +"
             if self.kl_penalty.startswith("full"):

@@ -80,7 +80,7 @@ class FixedKLController:
         """Keep the weight."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return nothing: a fixed weight comes from the config."""
+        """Return an empty state, since a fixed weight comes from the config."""
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

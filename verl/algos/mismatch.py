@@ -251,7 +251,7 @@ def _sequence_metrics(means: Tensor, options: WeightOptions) -> Columns:
 
 
 def _log_prob_metrics(columns: Columns, with_rollout: bool = True) -> dict[str, float]:
-    """Return perplexities, KL and the differences of rollout and trainer; without rollout, those of the trainer."""
+    """Return perplexities, KL and differences of rollout and trainer; without a rollout, the trainer's perplexities."""
     tokens = columns["tokens"]
     training = columns["old"] / tokens
     found = {"mismatch_training_ppl": (-training).exp().mean(), "mismatch_training_log_ppl": -training.mean()}
@@ -328,7 +328,7 @@ def compute_is_metrics(
 def compute_mismatch_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Return KL and perplexities of rollout and trainer, without prefix; without a rollout, those of the trainer.
+    """Return KL and perplexities of rollout and trainer, without prefix; without a rollout, only the trainer's.
 
     Raises: ValueError as above.
     """
@@ -434,7 +434,7 @@ def gap_sum_metrics(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) 
 
 
 def finish_gap_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Replace the sums of ``gap_sum_metrics`` by the metrics that they make; other metrics pass through."""
+    """Compute the final metrics from the sums of ``gap_sum_metrics``; other metrics pass through."""
     sums = {name.removeprefix(_SUMS): value for name, value in metrics.items() if name.startswith(_SUMS)}
     rest = {name: value for name, value in metrics.items() if not name.startswith(_SUMS)}
     return rest | gap_metrics(sums) if sums else rest

@@ -159,7 +159,7 @@ def _means(sums: PolicyLossSums, response_mask: Tensor) -> PolicyLossOutput:
 
 
 def _entry(name: str) -> _Entry:
-    """Return the properties of a loss; none if the caller wrote it into ``POLICY_LOSS_REGISTRY`` directly."""
+    """Return the registered properties of a loss; default ones if it was put into ``POLICY_LOSS_REGISTRY`` directly."""
     entry = _ENTRIES.get(name, _Entry(None))
     return entry if entry.fn is POLICY_LOSS_REGISTRY.get(name) else _Entry(None)
 

@@ -80,7 +80,7 @@ def _covariance(inputs: LossInputs, across: Whole) -> tuple[Tensor, int]:
 
 
 def _threshold(values: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:
-    """Return the ``count``-th smallest value of the candidates of all shards; the dtype's maximum if they are fewer."""
+    """Return the ``count``-th smallest candidate over all shards; the dtype's maximum if there are fewer candidates."""
     info = torch.finfo(values.dtype) if values.is_floating_point() else torch.iinfo(values.dtype)
     pool = values[candidates]
     own = pool.topk(min(count, pool.numel()), largest=False).values
@@ -113,7 +113,7 @@ def select_clip_cov(inputs: LossInputs, keys: Tensor, across: Whole) -> Tensor:
 
 
 def select_kl_cov(inputs: LossInputs, keys: Tensor, across: Whole) -> Tensor:
-    """Choose the tokens of highest covariance; among ties at the threshold, those with the smallest keys.
+    """Choose the tokens of highest covariance; break ties at the threshold by the smallest keys.
 
     Returns: (B, T) bool.
     """

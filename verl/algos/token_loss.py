@@ -128,7 +128,7 @@ class PolicyLossSums:
 
 
 def reduce_tokens(found: TokenLoss, inputs: LossInputs) -> PolicyLossSums:
-    """Weigh the losses of the tokens inside the mask and sum them by ``loss_agg_mode``, and count for the metrics."""
+    """Weight the losses of tokens inside the mask, sum them by ``loss_agg_mode``, and count for the metrics."""
     keep = inputs.response_mask.bool()
     weights = inputs.rollout_is_weights if found.weights is None else found.weights
     loss = found.loss if weights is None else found.loss * weights

@@ -1,4 +1,4 @@
-"""Pools of Ray that run functions within a limit; tools of users' forks import them from the modules of verl's tools.
+"""Ray worker pools that run functions under a rate limit, for tools of users' forks.
 
 Our tools need no actor: see ``verl.utils.concurrency``.
 """

@@ -4,7 +4,7 @@ from torch import nn
 
 
 def patch_vllm_moe_model_weight_loader(model: nn.Module) -> None:
-    """Give the stacked weights of experts the loader of their layer, where they have none.
+    """Give stacked expert weights that lack a ``weight_loader`` the loader of their layer.
 
     Versions: 0.8.2 and later, for forks that load weights into vLLM by themselves: a parameter that was replaced, as by
     quantization or offloading, has lost its ``weight_loader``, and ``load_weights`` then copies an expert over all of

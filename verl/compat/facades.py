@@ -27,7 +27,7 @@ _SCRIPTS_MOVED = "launch scripts that name the path start the command of verl.tr
 
 
 class Facade(NamedTuple):
-    """An import path: who needs it, its names with their module, why others are missing, and when the path can go.
+    """An established import path: who needs it, its names and their modules, why others are missing, when it can go.
 
     A name that has changed is written ``module:name``.
     """

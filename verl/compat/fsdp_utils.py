@@ -60,7 +60,7 @@ def init_fn(module: nn.Module) -> nn.Module:
 
 
 def parallel_load_safetensors(filepath: str) -> dict[str, Tensor | int]:
-    """Read this rank's share of a checkpoint's files; return its tensors, and the owning rank of all others.
+    """Read this rank's share of a checkpoint's files; return these tensors, and the owning rank of each other tensor.
 
     Raises: FileNotFoundError when the folder holds no safetensors under the usual names.
     """

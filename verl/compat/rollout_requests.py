@@ -1,4 +1,4 @@
-"""A conversation as code of users drives it: messages go in; tokens, masks, positions and rewards come out.
+"""A conversation that user code drives: messages go in; tokens, masks, positions and rewards come out.
 
 The established verl interface calls it ``AsyncRolloutRequest`` and uses it with SGLang. Agent loops are the way to
 train with turns; both write conversations by ``verl.utils.chat``.
@@ -68,7 +68,7 @@ class FinishReasonTypeEnum(StrEnum):
 
 
 class AsyncRolloutRequest(BaseModel):
-    """One trajectory while it grows.
+    """A growing trajectory.
 
     Tokens are appended, and text is never encoded again: sampled tokens stay as they are, and the tokens after them
     come from the chat template. Tensors have one row, (1, T); ``position_ids`` are (4, T) for models with vision axes.
@@ -178,7 +178,7 @@ class AsyncRolloutRequest(BaseModel):
     # ---- what the engine and the others say
 
     def get_generation_prompt_ids(self, processing_class: ProcessingClass) -> list[int]:
-        """Return the tokens that the engine continues; the generation prompt is appended if it is missing.
+        """Return the prompt tokens for the engine; append the generation prompt if it is missing.
 
         An image is one token in them, since engines expand it.
         """
@@ -188,7 +188,7 @@ class AsyncRolloutRequest(BaseModel):
         return chat.prompt(self._as_chat(chat)) if self.use_inference_chat_template else list(self._engine_ids)
 
     def add_user_message(self, processing_class: ProcessingClass, content: str | list[dict[str, Any]]) -> None:
-        """Append what a user says.
+        """Append a user message.
 
         Raises: ValueError before the first turn if the prompt was given as tokens.
         """
@@ -234,7 +234,7 @@ class AsyncRolloutRequest(BaseModel):
     def add_tool_response_messages(
         self, processing_class: ProcessingClass, contents: Sequence[ToolResponse | str]
     ) -> None:
-        """Append what tools answer to the calls of the last turn, in their order; nothing if all answers are empty.
+        """Append the tools' answers to the calls of the last turn, in order; append nothing if all are empty.
 
         Images and videos are loaded and resized as those of data rows are.
 
@@ -256,7 +256,7 @@ class AsyncRolloutRequest(BaseModel):
         self._add(chat, messages, of_others=True)
 
     def update_metrics(self, metrics: Any, tool_id: str) -> None:
-        """Note what a call of a tool has measured."""
+        """Record the metrics of a tool call."""
         self.metrics.setdefault(tool_id, []).append(metrics)
 
     def finalize(
@@ -314,7 +314,7 @@ class AsyncRolloutRequest(BaseModel):
         return chat
 
     def _as_chat(self, chat: ChatFormat) -> list[dict[str, Any]]:
-        """Return the messages as the template takes them, with cuts in what tools and users say."""
+        """Return the messages in the form of the chat template, with cuts in the texts of tools and users."""
         shown = [message.as_chat() for message in self.messages]
         return [chat.control.of_others(each) if at in self._of_others else each for at, each in enumerate(shown)]
 

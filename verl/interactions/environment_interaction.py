@@ -93,7 +93,7 @@ class _Episode:
                 self._close()
 
     def close(self) -> None:
-        """Close the environment now, or after the call that is under way."""
+        """Close the environment now, or after the running call."""
         with self.lock:
             self.is_closed = True
             closes = not self.is_busy
@@ -175,7 +175,7 @@ class EnvironmentInteraction(BaseInteraction):
         return self._episodes[instance_id].total
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Json) -> None:
-        """Close the environment, once a step that is under way has ended."""
+        """Close the environment, after a running step has ended."""
         episode = self._episodes.pop(instance_id, None)
         if episode is not None:
             await self._run(episode.close)

@@ -1,4 +1,4 @@
-"""A user who says whether an answer to GSM8K is right."""
+"""A simulated user who tells the model whether its answer to a GSM8K problem is right."""
 
 from collections.abc import Sequence
 from typing import TypedDict

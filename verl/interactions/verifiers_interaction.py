@@ -195,7 +195,7 @@ def _load(options: VerifiersConfig) -> _Environment:
 
 
 def _client_class() -> "Callable[[_Rollout], Client]":
-    """Return the class of clients that take messages from the policy.
+    """Return the ``verifiers`` client class through which an environment gets the policy's messages.
 
     Only this function and ``_load`` import verifiers.
     """

@@ -1,4 +1,4 @@
-"""A user who asks for the weather and wants a tool to be used."""
+"""A simulated user who asks for the weather and expects a tool call."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ NO_CALL = "Please use the weather tool to get the weather information."
 
 
 class WeatherInteraction(BaseInteraction):
-    """Scores 1 if a tool has answered in the conversation, else 0, and ends it."""
+    """Ends the conversation with score 1 if it has the answer of a tool, else 0."""
 
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)

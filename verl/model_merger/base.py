@@ -58,7 +58,7 @@ class BaseMerger(ABC):
         self._read_layout(self.folder / self.layout_name)
 
     def _read_layout(self, path: Path) -> None:
-        """Read the dtypes and permissions of the model that training started from, if the checkpoint records them."""
+        """Read dtypes and file permissions of the model that training started from, if the checkpoint records them."""
         with files.reading(path):
             layout = json.loads(path.read_text(encoding="utf-8"))
             written = layout.get("source_dtype")

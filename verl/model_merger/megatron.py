@@ -115,7 +115,7 @@ class MegatronMerger(BaseMerger):
             yield name, self.cast(name, tensor)
 
     def _stored_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same in the stored dtype, and the experts of a stack one by one."""
+        """Yield the weights in their stored dtype, with the experts of a stack one by one."""
         for source in self.sources:
             tensor = self.reader.read(source.key, source.at)
             try:

@@ -1,4 +1,4 @@
-"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family, and whose layers it takes.
+"""Settings of ``config.json`` that Megatron-Core cannot compute, by model family, and the choice of its layers.
 
 The families apply these rules to a ``PretrainedConfig``, the launching process to the fields that it has read from the
 file, so this module imports neither torch nor Megatron-Core.
@@ -84,7 +84,7 @@ def _noise_limits(hf: "Fields") -> Iterator[Limit]:
 
 
 def _lone_expert_limits(hf: "Fields") -> Iterator[Limit]:
-    """Yield one expert per token in a router that normalises: it has weight 1, Megatron-Core gives it its score."""
+    """Yield one expert per token with a normalising router: its weight is 1, but Megatron-Core uses its score."""
     if getattr(hf, "num_experts_per_tok", None) == 1:
         fault = f"with a normalised weight (norm_topk_prob) {NOT_SUPPORTED}, which normalises those of several experts"
         yield Limit("num_experts_per_tok", 1, fault)

@@ -372,7 +372,7 @@ class DataProto:
         return self._with(tensordict_utils.index_select_tensor_dict(self.batch, index), arrays)
 
     def _take(self, index: Tensor) -> None:
-        """Replace the rows by the given ones."""
+        """Replace the rows of this batch by the rows of another one."""
         other = self._gather(index)
         self.batch = other.batch
         self.non_tensor_batch = other.non_tensor_batch

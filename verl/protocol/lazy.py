@@ -355,7 +355,7 @@ def _slice(x: LazyTensor, dim: int = 0, start: int | None = None, end: int | Non
 
 
 def _select(x: LazyTensor, dim: int, index: int) -> Answer:
-    """Return one row, and read only that."""
+    """Return one row, and fetch only its block."""
     if dim % x.dim() or x.is_known:
         return None
     at = index % len(x)
@@ -507,7 +507,7 @@ def _count(name: str, values: Tensor) -> None:
 
 
 def digest_of(column: Tensor, order: Sequence[int] | None = None) -> str:
-    """Return the digest of a column of two or more dims with its rows in the given order, from those of its rows."""
+    """Return the digest of a column of two or more dims, with rows in the given order, from the digests of its rows."""
     digests = None
     if isinstance(column, LazyTensor) and not column.is_written:
         digests = column.places.digests

@@ -1,4 +1,4 @@
-"""Run one call of a tool, and say how it ended."""
+"""Run one tool call, and classify its outcome."""
 
 import asyncio
 import inspect
@@ -179,7 +179,7 @@ def _log_once(tool: "BaseTool", error: Exception) -> None:
 
 
 async def _abort(tool: "BaseTool", instance_id: str, call: "asyncio.Future[Executed]") -> None:
-    """Cancel a call and its external work; a tool that does not end it in time is left behind."""
+    """Cancel a call and its external work; give up on a tool that does not end it in time."""
     call.cancel()
     with suppress(Exception):
         await asyncio.wait_for(answer_of(tool.abort(instance_id), f"abort of {tool.name}"), ABORT_TIMEOUT_S)

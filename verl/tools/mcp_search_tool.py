@@ -45,7 +45,7 @@ class MCPSearchTool(MCPBaseTool):
 
 
 def _search_of(text: str) -> _Search | None:
-    """Return the search that a text holds as JSON; None if it holds none."""
+    """Parse a search from a JSON text; None if the text is not one."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -285,7 +285,7 @@ class _Done:
         self._header = [fingerprint, *([row, texts] for row, texts in self.responses.items())]
 
     def begin(self) -> None:
-        """Write the file with the responses that count, in place of what was there."""
+        """Replace the file by one that holds only the valid responses."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f"{self.path.name}.tmp")
         unfinished.write_text("".join(f"{json.dumps(each)}\n" for each in self._header), encoding="utf-8")

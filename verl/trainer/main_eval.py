@@ -90,7 +90,7 @@ def failure_score(config: DictConfig, scorer: Scorer, data_source: str) -> float
 
 
 def prepare(config: DictConfig, wrong: Iterable[Violation] = ()) -> tuple[str, list[Row], Scorer]:
-    """Return the path of the file, its rows and the scorer, after all checks; ``wrong`` are those of other nodes.
+    """Check everything; return the file's path, its rows and the scorer; ``wrong`` holds violations of other nodes.
 
     Raises: ValueError naming the key, or file, row and column.
     """

@@ -30,7 +30,7 @@ def run_generation(config: DictConfig) -> None:
 
 
 def prepare(config: DictConfig, owner: "Ownership") -> "Generation":
-    """Check configuration, machine, model and rows, and make ``owner`` that of the output.
+    """Check configuration, machine, model and rows, and let ``owner`` take the output folder.
 
     Raises: ValueError naming the keys, or file, row and column.
     """

@@ -32,7 +32,7 @@ def run_generation_server(config: DictConfig) -> None:
 
 
 def prepare(config: DictConfig, owner: "Ownership") -> "ServerGeneration":
-    """Check configuration, machine, model and rows, and make ``owner`` that of the output.
+    """Check configuration, machine, model and rows, and let ``owner`` take the output folder.
 
     Raises: ValueError naming the keys, or file, row and column.
     """

@@ -135,7 +135,7 @@ def _run_in_actor(
 
 
 def _controller_options(run_config: RunConfig) -> JsonObject:
-    """Return the actor options with which nsys traces the task runner; none if it does not.
+    """Return the actor options with which nsys traces the task runner; empty if nsys is off.
 
     The checks before the start have refused ``tool=nsys`` without the package nvtx.
     """
@@ -185,7 +185,7 @@ class TaskRunner:
             self._add(Role.Critic, _workers_of(config.critic.strategy).CriticWorker)
 
     def init_resource_pool_mgr(self, config: DictConfig) -> "ResourcePoolManager":
-        """Lay out the pools: ``global_pool``, and ``reward_pool`` if the reward model has its own."""
+        """Create the manager of the resource pools: ``global_pool``, and ``reward_pool`` if configured."""
         from verl.trainer.ppo.resources import ResourcePoolManager
 
         spec = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
@@ -292,7 +292,7 @@ class TaskRunner:
 
 
 def _workers_of(strategy: str) -> ModuleType:
-    """Import the workers of a strategy; those on Megatron-Core can also report their place in its layout."""
+    """Import the workers of a strategy; Megatron-Core's can also report their position in the parallel layout."""
     return importlib.import_module(f"verl.workers.{'megatron' if strategy == 'megatron' else 'fsdp'}_workers")
 
 

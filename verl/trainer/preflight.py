@@ -152,7 +152,7 @@ def check_critic_model(path: str) -> None:
 
 
 def leave_out_wandb(config: DictConfig) -> None:
-    """Take wandb out of the trackers if it cannot log here and the user has not chosen them, with a notice."""
+    """Remove wandb from the default trackers, with a notice, if it cannot log on this machine."""
     key = "trainer.logger"
     with suppress(OmegaConfBaseException):  # the checks of values name what cannot be read
         trackers = OmegaConf.select(config, key)
@@ -299,7 +299,7 @@ def _row_checks(run: RunConfig) -> "list[Callable[[ColumnCheck], None]]":
 
 
 def _framework_scores(run: RunConfig) -> bool:
-    """Whether only the scorers that come with the framework can be asked."""
+    """Whether only built-in scorers can be called."""
     reward = run.reward_model
     if run.custom_reward_function.path or reward.enable or envs.read("VERL_USE_EXTERNAL_MODULES"):
         return False

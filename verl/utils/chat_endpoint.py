@@ -34,7 +34,7 @@ class EndpointError(MaskedError, RuntimeError):
 
 
 class EndpointRefusalError(EndpointError):
-    """The server refuses the request, or answers too much: the text that it was asked about may be the reason."""
+    """The server refuses the request or answers at too great length, perhaps because of the text in the request."""
 
 
 class _Retry(Exception):

@@ -35,7 +35,7 @@ class ChatTemplateTimeout(jinja2.TemplateError):
 
 
 class ChatTemplateOutput(jinja2.TemplateError):
-    """A chat template writes far more than the chat that it got."""
+    """A chat template renders far more text than the chat has."""
 
 
 class HasChatTemplate(Protocol):
@@ -80,7 +80,7 @@ def check_awaits_turn(messages: Sequence[Mapping[str, Json]]) -> None:
 
 @contextmanager
 def shared_time_limit() -> Iterator[None]:
-    """Let all ``render_chat`` in the block share one limit of ``RENDER_TIMEOUT_S``: many short ones cost less so.
+    """Let all calls of ``render_chat`` in the block share one time limit of ``RENDER_TIMEOUT_S``, which costs less.
 
     Raises: ChatTemplateTimeout for the whole block; render again without it to learn which chat takes the time.
     """
@@ -96,7 +96,7 @@ def shared_time_limit() -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:
-    """Return why a template is not valid Jinja, or why a chat takes it too much time, memory or text; else None.
+    """Return why a template is invalid Jinja, or takes too much time, memory or text for a chat; None if it is fine.
 
     A process renders a chat of one message and one of three, without and with a tool. That the template refuses a chat
     is no problem.
@@ -147,7 +147,7 @@ def used_templates(options: Mapping[str, Any], template: Templates) -> dict[str,
 
 
 def check_template(options: Mapping[str, Json], template: Templates) -> None:
-    """Try the templates that chats are rendered by; the arguments are those of ``used_templates``.
+    """Try the templates that render chats; the arguments are those of ``used_templates``.
 
     Raises: WrongInput with the fault of the template.
     """
@@ -167,7 +167,7 @@ _OF_TRANSFORMERS = ("chat_template", "add_generation_prompt", "continue_final_me
 
 
 def tell_unread_options(options: Mapping[str, Json], template: Templates) -> None:
-    """Name the options of ``data.apply_chat_template_kwargs`` that no chat template reads: they have no effect.
+    """Warn about options of ``data.apply_chat_template_kwargs`` that no chat template reads.
 
     The arguments are those of ``used_templates``; of a tokenizer without a template nothing is told.
     """

@@ -28,7 +28,7 @@ _HANDLED = ("type", "name")
 
 @dataclass(frozen=True)
 class ClassItem:
-    """An item of a file: the class that it names, its ``config``, and its other keys.
+    """An item of a file of classes: the class that it names, its ``config``, and its other keys.
 
     ``where`` names file and item, for messages.
     """

@@ -45,7 +45,7 @@ def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int,
 
 
 def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta, waits: bool = True) -> TCPStore:
-    """Open the store of a group at one address of this machine; torch itself would listen at all of them.
+    """Open the store of a group at one address of this machine; torch itself would listen at all addresses.
 
     Args: ``port`` 0 takes a free one; ``waits`` says whether to wait for the other members.
     """
@@ -66,7 +66,7 @@ def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta
 
 
 def _store_of_one_machine(timeout: datetime.timedelta) -> TCPStore | None:
-    """Return the store of ranks that meet at the address of this machine alone; None for others."""
+    """Return the store for ranks that all run on this machine; None for ranks on several machines."""
     if envs.read("MASTER_ADDR") != LOOPBACK:
         return None
     port = envs.integer("MASTER_PORT", 0)

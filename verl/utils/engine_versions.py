@@ -1,4 +1,4 @@
-"""The installed vLLM and SGLang: versions against those that are needed, and SGLang's kernels; nothing is imported."""
+"""Compare installed and required versions of vLLM and SGLang, and find SGLang's kernels, without imports."""
 
 import contextlib
 import importlib.machinery

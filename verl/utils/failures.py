@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def settle(outcome: "Future[T]", call: Callable[[], T]) -> None:
-    """Call a function, and give its result or its error to those who wait for the outcome."""
+    """Call a function, and pass its result or its error to a future."""
     try:
         outcome.set_result(call())
     except BaseException as error:  # whoever waits raises it; an error that is lost here leaves them waiting for ever

@@ -63,7 +63,7 @@ def _attention(config: "PretrainedConfig") -> int:
 
 
 def _latent_attention(config: "PretrainedConfig") -> int:
-    """Count the projections of DeepSeek-V3's attention, into the latent spaces and out of them."""
+    """Count the projections of DeepSeek-V3's attention into and out of the latent spaces."""
     hidden = config.hidden_size
     heads = config.num_attention_heads
     query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""Copies of files from HDFS to the local disk, and from there to shared memory; and reading files ahead."""
+"""Copy files from HDFS to the local disk and from there to shared memory; read files ahead."""
 
 import contextlib
 import errno
@@ -141,7 +141,7 @@ _read: set[str] = set()
 
 
 def _not_private(folder: str) -> str | None:
-    """Create a folder for this user alone; return why it is not."""
+    """Create a folder that only this user can enter; return the reason if that fails."""
     with contextlib.suppress(FileExistsError):
         os.makedirs(folder, mode=0o700)
     found = os.lstat(folder)
@@ -248,7 +248,7 @@ def copy_to_local(
 
 
 def _fetched(src: str, cache_dir: str | None, filelock: str, verbose: bool, always_recopy: bool) -> str:
-    """Return a copy of a remote path as it is now, in the first place where no other process reads an older one."""
+    """Return an up-to-date copy of a remote path, at the first location where no other process reads an older copy."""
     if cache_dir is None:
         cache_dir = own_folder(os.path.join(tempfile.gettempdir(), f"verl-cache-{os.getuid()}"))
     first = get_local_temp_path(src, cache_dir)
@@ -273,7 +273,7 @@ def _fetched(src: str, cache_dir: str | None, filelock: str, verbose: bool, alwa
 
 
 def _drop_unread(places: Iterator[str]) -> None:
-    """Remove the copies in further places that no other process reads."""
+    """Remove the copies at other locations that no other process reads."""
     for place in itertools.takewhile(os.path.exists, places):
         with _replacing(place) as is_free:
             if is_free:

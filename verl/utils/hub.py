@@ -1,4 +1,4 @@
-"""Models of a hub: whether one can be loaded, answered before the client of the hub retries for a minute.
+"""Check whether a model can be loaded from a hub, before the hub's client retries for a minute.
 
 The hub is Hugging Face, or with ``VERL_USE_MODELSCOPE=true`` ModelScope.
 """
@@ -67,7 +67,7 @@ def cached_folder(path: str) -> str | None:
 
 
 def hub_problems(path: str) -> Iterator[str]:
-    """Yield why a path that is no local folder cannot be loaded from the hub; a cached model is not asked for."""
+    """Yield why a hub id cannot be loaded; local folders and cached models are not checked."""
     if _is_local(path):
         return
     if envs.flag(_MODELSCOPE):

@@ -80,7 +80,7 @@ def lazy_exports(module: str, exports: Mapping[str, str]) -> Callable[[str], Any
 def forward_assignments(module: str, names: Mapping[str, str]) -> None:
     """Pass assignments to names of a façade on to the modules that read them (name -> module).
 
-    So a test or a user that replaces a registry at the path of the established verl interface replaces the one in use.
+    A test or a user's fork that replaces a registry at the façade's path thereby replaces the registry in use.
     """
 
     class Facade(ModuleType):

@@ -1,4 +1,4 @@
-"""Load files that another person may have made: nothing in them can run code.
+"""Load untrusted files without running any code in them.
 
 A pickle names functions to call. Tensors are read by torch's weights-only reader; states, batches and indices by an
 unpickler that calls only what ``LISTED`` names, which makes values and has no other effect. A test keeps every other
@@ -94,7 +94,7 @@ def untrusted(path: StrPath, names: Iterable[str]) -> UntrustedClassError:
 
 
 def naming(source: StrPath | BinaryIO) -> AbstractContextManager[None]:
-    """Raise a CheckpointError that names the file, whatever the reading of it raises."""
+    """Convert any error of reading a file to a CheckpointError that names the file."""
     name = os.fspath(source) if isinstance(source, str | os.PathLike) else "the part of a file"
 
     def named(error: Exception) -> CheckpointError:
@@ -198,7 +198,7 @@ def _state_archive(path: StrPath) -> zipfile.ZipFile:
 
 
 def not_finite(values: "Tensor") -> str | None:
-    """Return which value no weight may have, NaN or infinity, if a tensor holds one; it reads the memory once."""
+    """Return "NaN" or "infinity" if a tensor holds such a value; reads the memory once."""
     if not values.is_floating_point() or not values.numel():
         return None
     values = values.detach().float() if values.dtype.itemsize == 1 else values.detach()  # torch compares no float8
@@ -285,7 +285,7 @@ def _unpickler_for(path: StrPath, trusted_classes: Iterable[str]) -> type[_Liste
 
 
 def _bytearray(*content: Any) -> bytearray:
-    """Make a bytearray from its content, not from a size. Raises: ValueError."""
+    """Make a bytearray from content. Raises: ValueError for a size, which could take any amount of memory."""
     if any(isinstance(argument, int) for argument in content):
         raise ValueError("a bytearray is declared by its size")
     return bytearray(*content)

@@ -84,7 +84,7 @@ def extract_multi_modal_inputs(
 
 
 def _padded(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Pad tensors to the largest size of each dim but the first; those of several ranks stay as they are."""
+    """Pad tensors to the largest size of each dim except the first; leave tensors of several ranks unchanged."""
     sizes = [max(dims) for dims in zip(*(each.shape[1:] for each in tensors), strict=False)]
     if any(each.dim() != tensors[0].dim() for each in tensors) or all(
         list(each.shape[1:]) == sizes for each in tensors
@@ -161,7 +161,7 @@ def get_value_model_class(hf_config: PretrainedConfig) -> "type[_BaseAutoModelCl
 
 
 def value_model_config(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the model with one number per token that has the body of another one.
+    """Return the configuration of the value model (one number per token) with the body of another model.
 
     Raises: ValueError if transformers has no such model of this type.
     """

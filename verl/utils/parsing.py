@@ -1,4 +1,4 @@
-"""Parse JSON and YAML that somebody else wrote: whatever it holds, one error says so, and it ends."""
+"""Parse untrusted JSON and YAML: any problem raises one kind of error, and parsing always ends."""
 
 import json
 from typing import TYPE_CHECKING, Any

@@ -161,7 +161,7 @@ def started_in_group(group: int) -> Iterator[None]:
 
 @contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Let ``ray.init`` in the block set no handler of SIGTERM: this process ends Ray in its own way.
+    """Keep ``ray.init`` in the block from setting a handler of SIGTERM: this process ends Ray itself.
 
     Versions: Ray 2.60. Remove when ``ray.init`` leaves the handlers of a driver alone.
     """

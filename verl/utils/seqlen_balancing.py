@@ -240,7 +240,7 @@ def _fit(lengths: list[int], num_parts: int, max_token_len: int) -> Partition:
 
 
 def _split_to(parts: Partition, lengths: list[int], count: int) -> Partition:
-    """Partition into exactly ``count`` parts without making any of them longer."""
+    """Split parts until there are exactly ``count``, so that none becomes longer."""
     if len(parts) == count:
         return parts
     balanced = get_seqlen_balanced_partitions(lengths, count, equal_size=False)

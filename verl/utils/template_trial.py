@@ -48,7 +48,7 @@ def longest_text(chat_size: int) -> int:
 
 
 def main(seconds: float) -> None:
-    """Try the template on standard input."""
+    """Read a template from standard input, and render test chats with it."""
     template = sys.stdin.buffer.read().decode("utf-8", "replace")
     with suppress(ValueError, OSError):  # not every system has such a limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

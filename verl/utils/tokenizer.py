@@ -35,7 +35,7 @@ _of_turns = threading.Lock()
 
 @contextmanager
 def one_thread(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Let one thread at a time use a tokenizer: a call sets truncation and padding in the tokenizer that all share.
+    """Let one thread at a time use a tokenizer, since each call changes its shared truncation and padding.
 
     A thread that has the tokenizer may enter again, and takes nothing then: a time limit interrupts a thread anywhere,
     also on its way out of the inner block. A counting lock would keep that count for ever.
@@ -140,7 +140,7 @@ class _ImagesOnly:
     image_processor: "transformers.BaseImageProcessor"
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
-        """Accept any part, also the missing one."""
+        """Accept any part of a processor, also a missing one."""
         return type(argument)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tell a failure of a service, or of this machine, from one that the text under judgement may have caused."""
+"""Distinguish failures of a service or of this machine from failures that the scored text may have caused."""
 
 import errno
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _FIRST_SERVER_ERROR = 500
 
 
 def is_unavailable(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, says that a service did not answer or this machine lacks something."""
+    """Whether an error or one of its causes means that a service did not answer or this machine lacks a resource."""
     return any(_is_unavailable(each) for each in _chain(error))
 
 

@@ -1,4 +1,4 @@
-"""The head of a value model in the files of a checkpoint: one number per token, under the names that libraries use.
+"""The value head (one number per token) in the files of a checkpoint, under the names that libraries use.
 
 This imports no torch, so that a head that cannot be loaded is named before the start.
 """
@@ -49,7 +49,7 @@ def stored_head(
 
 
 def _is_of_head(name: str, shape_of: Callable[[str], Sequence[int]] | None) -> bool:
-    """Whether a tensor looks like one of a value head: by its name, or as a matrix of one output beside the layers."""
+    """Whether a tensor may belong to a value head: by its name, or as a matrix with one output outside the layers."""
     if _LOOKS_LIKE_HEAD.match(name):
         return True
     is_beside = name.endswith(".weight") and "embed" not in name and not re.search(r"\.\d+\.", name)

@@ -75,7 +75,7 @@ class Attempt:
     is_left: bool = False
 
     def next_turn(self, params: Sampling) -> Sampling:
-        """Return the sampling parameters of the next request: the seed of the row becomes that of the turn.
+        """Return the sampling parameters of the next request, with the row's seed replaced by the seed of the turn.
 
         A loop that sends other seeds keeps them.
 
@@ -91,7 +91,7 @@ class Attempt:
         return changed
 
     def sampled_by(self, versions: Iterable[tuple[int, int]]) -> None:
-        """Note the versions of the weights that sampled the tokens of a turn, as ``TokenOutput.versions`` has them."""
+        """Record the weight versions that sampled the tokens of a turn, in the form of ``TokenOutput.versions``."""
         found = [version for version, count in versions if count and version >= 0]
         known = [] if self.oldest_version is None else [self.oldest_version]
         self.oldest_version = min(found + known, default=None)

@@ -160,7 +160,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: Sampling, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Produce the trajectory of a row; in several segments, in their order, if it rewrote its history.
+        """Produce the trajectory of a row; return its segments in order if the loop rewrote the history.
 
         Args:
             sampling_params: how to sample, for ``server_manager.generate``; ``seed`` is that of the sample.

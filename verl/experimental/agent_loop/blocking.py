@@ -1,4 +1,4 @@
-"""Say where an event loop is blocked: a tool or a loop that blocks it stops all trajectories, and every deadline."""
+"""Report where an event loop is blocked: blocking code in a tool or a loop stops all trajectories and deadlines."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 @contextmanager
 def blocking_is_named(limit_s: float = BLOCKED_S) -> Iterator[None]:
-    """Let a thread watch the running event loop, and log the line that blocks it, once for each time.
+    """Let a thread watch the running event loop, and log the blocking line once per blockage.
 
     Deadlines cannot end such a call, since they need the event loop too.
     """

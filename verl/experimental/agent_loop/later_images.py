@@ -19,7 +19,7 @@ LATER_INPUTS = "__later_inputs__"
 
 
 class WholeTrajectories:
-    """Computes inputs and positions of trajectories, where those of the data set no longer fit.
+    """Computes multi-modal inputs and positions of trajectories to which tools or users have added images.
 
     Args: ``processor`` is that of the policy; ``kwargs`` are ``data.mm_processor_kwargs``.
     """
@@ -44,7 +44,7 @@ class WholeTrajectories:
         ]
 
     def without_inputs(self) -> "WholeTrajectories":
-        """Return what leaves inputs and positions as they are, for rows that only a scorer reads."""
+        """Return a stand-in that keeps inputs and positions unchanged, for rows that only a scorer reads."""
         return _NoInputs(self._processor, self._kwargs)
 
     def _row(self, tensors: dict[str, Tensor], row: int, output: AgentLoopOutput) -> Row:

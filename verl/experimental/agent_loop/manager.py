@@ -352,7 +352,7 @@ def _placed(prompts: DataProto) -> DataProto:
 
 
 def _account_of(prompts: DataProto, error: BaseException) -> list[AttemptLine]:
-    """Return the account of a batch that an error has ended: that of the worker which failed, and a line for the rest.
+    """Return the account of a batch that an error ended: the failed worker's lines, and one line for the others.
 
     The accounts of the other workers ended with their processes.
     """

@@ -65,7 +65,7 @@ class _Waiting:
 
 
 class TrajectoryScorer:
-    """The reward manager of a process; it is made at the first trajectory.
+    """The reward manager of a process, created for the first trajectory.
 
     Trajectories that end while others are scored are scored together afterwards, which costs far less than one after
     the other. The limits of ``reward_model.scoring`` hold for each response. The trainer, which sees the whole batch,

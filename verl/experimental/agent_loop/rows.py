@@ -1,4 +1,4 @@
-"""Turn trajectories into the rows of a batch, as training reads them."""
+"""Convert trajectories to the rows of a training batch."""
 
 import itertools
 import logging
@@ -99,7 +99,7 @@ def _num_made(part: DataProto) -> int:
 
 
 def _warn_of_some(field: str, present: Sequence[bool]) -> None:
-    """Warn if some trajectories have a field that only counts where all have it."""
+    """Warn if only some trajectories have a field that is used only if all of them have it."""
     if any(present) and not all(present):
         logger.warning(
             "%d of %d trajectories have no %s, so it is not used for the others either: an agent loop must return it "
@@ -193,7 +193,7 @@ def _check(row: int, output: AgentLoopOutput, vocab_size: int | None) -> None:
 def _prompts(
     outputs: Sequence[AgentLoopOutput], given: Mapping[str, Tensor], pad_token_id: int, with_images: bool
 ) -> tuple[PaddedPrompts, set[int]]:
-    """Return the prompts (B, P), those of the requests unless a loop changed them, and the rows where one did.
+    """Return the prompts (B, P), from the requests or as a loop changed them, and the rows with a changed prompt.
 
     Args: ``with_images`` allows to change those with images; their positions are then still to be computed.
     """

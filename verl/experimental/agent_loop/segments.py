@@ -18,7 +18,7 @@ EARLIER_COLUMN = "__earlier_segments__"
 
 
 class EarlierSegments(TypedDict):
-    """The segments of a trajectory before its last one, as the rows that they become.
+    """The earlier segments of a trajectory, as batch rows.
 
     ``tensors`` (S, ...) and ``columns`` (S values each) replace those of the last segment. ``scores`` are those that
     the loop gave to segments; None for a segment without one.

@@ -248,7 +248,7 @@ class AsyncLLMServerManager:
         return known
 
     async def _server_for(self, conversation: str, prompt_tokens: int) -> _Server:
-        """Return the server of a conversation; standalone servers may come back, the trainer's own do not.
+        """Return the server of a conversation; wait for standalone servers to restart, since the trainer's never do.
 
         Raises: ServerError when no server is left.
         """
@@ -310,7 +310,7 @@ async def _illness(server: _Server, limit_s: float) -> str | None:
 
 
 def _abort(server: _Server, request_id: str) -> None:
-    """End a request for which nobody waits; a server that hangs is told when it goes on, a dead one not at all."""
+    """End a request for which nobody waits; a hanging server gets the message once it continues."""
     if hasattr(server.handle, "abort"):
         task = asyncio.create_task(_aborted(server, request_id))
         _ABORTS.add(task)

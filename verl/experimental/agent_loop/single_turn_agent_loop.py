@@ -1,4 +1,4 @@
-"""The loop that asks once."""
+"""The agent loop with a single turn of the model."""
 
 import time
 import uuid

@@ -107,7 +107,7 @@ class Parts:
 
 @dataclass
 class Conversation:
-    """One trajectory while it grows.
+    """A growing trajectory, and the state of its tools and its interaction.
 
     Attributes:
         messages: the chat, as the template takes it, with cuts in what tools and users say.
@@ -167,7 +167,7 @@ class AgentData:
 
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """Lets the model call tools, or answer a user, until it says something without a call.
+    """Lets the model call tools, or talk to a simulated user, until a turn without a call ends the conversation.
 
     A trajectory also ends when its response is full, or after ``max_assistant_turns`` or ``max_user_turns``. A call
     that fails becomes a message to the model, and is counted.
@@ -372,7 +372,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _created(self, talk: Conversation, tool: "BaseTool") -> tuple[str, ToolResponse]:
-        """Begin the instance of a tool, in a separate task, since several calls may wait for it."""
+        """Create the instance of a tool in a separate task, since several calls may wait for it."""
         made = tool.create(create_kwargs=talk.tool_kwargs(tool.name, "create"))
         given = await asyncio.wait_for(answer_of(made, f"create of {tool.name}"), self.tool_timeout_s)
         if not isinstance(given, tuple | list) or len(given) != 2:
@@ -401,7 +401,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self._add(talk, "user", [message], seconds, text=text)
 
     async def _in_time(self, interaction: "BaseInteraction", method: str, answer: Awaitable[T]) -> T:
-        """Wait for the answer of a method of an interaction; without its user a conversation cannot go on.
+        """Wait for a method of an interaction, within its time limit; without the user's answer the attempt fails.
 
         Raises: TimeoutError at its deadline; RuntimeError for what it raises, unless it refuses the row.
         """
@@ -546,7 +546,7 @@ class ToolAgentLoop(AgentLoopBase):
         return reward
 
     def _compare(self, talk: Conversation) -> None:
-        """Compare the tokens with the chat as its template writes it whole, until the first difference is logged.
+        """Compare the tokens with the template's rendering of the whole chat; stop comparing after a logged difference.
 
         A difference is no fault of the trajectory: a model may write a call otherwise than the template would.
         """

@@ -87,7 +87,7 @@ def split_thought(text: str, call: re.Pattern[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class _Tag:
-    """A tag, of which ``value`` is what an opening one names."""
+    """A tag; ``value`` is the name that an opening tag gives, such as the function's."""
 
     name: str
     is_end: bool
@@ -144,7 +144,7 @@ class Elements:
         return None if stop is None else (ElementCall(name, arguments), stop)
 
     def _look_ahead(self) -> None:
-        """Find the next tag of each kind from each place on; the place after the last tag stands for none."""
+        """Compute for each position the next tag of each kind; the position after the last tag means none."""
         none = len(self.tags)
         self._is_clean = [True] * (none + 1)  # no end tag is left over before the next call
         self._next_call = [none] * (none + 1)
@@ -187,7 +187,7 @@ class Elements:
         return None if self._is_missing(after, end) else end
 
     def _is_missing(self, after: int, end: int) -> bool:
-        """Whether an argument has no end: there is none, or its call stops before the next one, which has it."""
+        """Whether an argument lacks its end tag: none follows, or the next end tag belongs to a later call."""
         return end == len(self.tags) or self._next_stop[after] < self._next_call[after] < end
 
     def _ends_value(self, place: int) -> bool:
@@ -210,7 +210,7 @@ class Elements:
         return len(self.text) if is_last else None
 
     def _is_next(self, place: int, name: str, is_end: bool = False) -> bool:
-        """Whether a tag is of a kind, and nothing but blanks stands before it."""
+        """Whether the tag at a position is of a kind and only blanks precede it."""
         return place < len(self.tags) and self._is_glued[place] and _is(self.tags[place], name, is_end)
 
 
@@ -224,7 +224,7 @@ def _is(tag: _Tag, name: str, is_end: bool = False) -> bool:
 
 
 def _partners(tags: Sequence[_Tag]) -> list[int | None]:
-    """Return for each opening tag the end tag with which all tags between them are paired too."""
+    """Match each opening tag with its end tag, so that all tags between both are matched too."""
     partners: list[int | None] = [None] * len(tags)
     for place in reversed(range(len(tags))):
         if tags[place].is_end:

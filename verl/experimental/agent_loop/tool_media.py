@@ -87,13 +87,13 @@ class MediaRules:
         return cls(processor, tokens, texts, limits if images is None else {**limits, "image": images}, media)
 
     def plain(self, text: str) -> str:
-        """Return a text without tokens that stand for images, and with ``?`` for what no tokenizer can encode."""
+        """Return a text without image placeholders, and with ``?`` for characters that no tokenizer can encode."""
         for token in self.texts:
             text = text.replace(token, "")
         return text.encode(errors="replace").decode()  # halves of surrogate pairs
 
     def joined(self, so_far: Media, new: Shown | None) -> dict[str, list[Any]]:
-        """Return the images and videos of a conversation with new ones, as ``multi_modal_data``."""
+        """Return the images and videos of a conversation, extended by new ones, as ``multi_modal_data``."""
         more: Media = {"image": new.images, "video": new.videos} if new else {}
         media = {kind: [*so_far.get(kind, ()), *more.get(kind, ())] for kind in ("image", "video")}
         return {kind: items for kind, items in media.items() if items}

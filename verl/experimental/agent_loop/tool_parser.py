@@ -97,7 +97,7 @@ class ToolParser:
         return text.removeprefix(opening), [_encodable(call) for call in calls]
 
     def _opening(self, prompt_ids: Sequence[int]) -> str:
-        """Return the opening of a thought with which a prompt ends; nothing if it ends otherwise."""
+        """Return the thought's opening tag if the prompt ends with it, else an empty text."""
         end = self._decode(prompt_ids[-_LONGEST_OPENING:])
         return end[end.rindex(THINK) :] if end.rstrip().endswith(THINK) else ""
 
@@ -373,7 +373,7 @@ def _parameters(name: str, tools: Schemas) -> Json:
 
 
 def _lacks_end(call: ElementCall, parameters: Json) -> bool:
-    """Whether the text of an argument goes on with another one of the tool: the model has left out ``</parameter>``."""
+    """Whether another argument of the tool begins within an argument's text: the model left out ``</parameter>``."""
     declared = parameters.get("properties") if isinstance(parameters, Mapping) else None
     missing = set(declared) - set(call.arguments) if isinstance(declared, Mapping) else set()
     return any(

@@ -80,7 +80,7 @@ def decode_at(text: str, start: int) -> tuple[Json, int, int]:
 
 
 def typed(text: str, key: str, parameters: Json) -> Json:
-    """Return the value that the text of an argument stands for; the text itself if the schema accepts no other value.
+    """Convert the text of an argument to the type in the schema; return the text if the schema accepts nothing else.
 
     A text that the schema accepts stays text, except ``null`` where the schema accepts null. Any other text is read
     as JSON if the schema accepts the result.

@@ -1,4 +1,4 @@
-"""A trajectory while it grows: tokens are appended, and never tokenized again from text."""
+"""A growing trajectory: tokens are appended, and never tokenized again from text."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ MODEL = "assistant"
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Return the sampling seed of a turn of the model: that of the row for turn 0, and derived from it for others."""
+    """Return the sampling seed of a turn of the model: the row's seed for turn 0, a seed derived from it for others."""
     return seed if turn == 0 else derive_seed(seed, "turn", turn)
 
 

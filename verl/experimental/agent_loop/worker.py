@@ -166,7 +166,7 @@ class AgentLoopWorkerBase:
         return by_reference(result) if meta.get(BY_REFERENCE) else result
 
     def _warn_of_idle_files(self, names: Sequence[str]) -> None:
-        """Warn once if files of tools or users are named, and all rows go to the loop that asks once."""
+        """Warn once if the configuration names tools or interactions, but all rows use the single-turn loop."""
         turns = self.rollout_config.multi_turn
         idle = [key for key in ("tool_config_path", "function_tool_path", "interaction_config_path") if turns[key]]
         if idle and set(names) == {ONE_TURN} and not self._has_warned:
@@ -178,7 +178,7 @@ class AgentLoopWorkerBase:
             )
 
     def _send_traces(self) -> None:
-        """Let a thread wait until the traces so far are sent, if none does."""
+        """Let a thread wait until the traces so far are sent, unless one already does."""
         if RolloutTraceConfig.get_backend() is not None and (self._flush is None or self._flush.done()):
             self._flush = asyncio.get_running_loop().run_in_executor(None, _flush_traces)
 
@@ -247,7 +247,7 @@ class AgentLoopWorkerBase:
         return row
 
     def _sampling_params(self, batch: DataProto) -> list[Sampling]:
-        """Return how to sample each row; the seed of a row is that of its first turn."""
+        """Return the sampling parameters of each row; the row's seed is the seed of its first turn."""
         shared: Sampling = {
             **sampling_values(batch, self.rollout_config),
             "logprobs": self.rollout_config.calculate_log_probs,

@@ -43,7 +43,7 @@ class AbstractSampler(Sampler[int]):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """Learns from each step what to yield next."""
+    """A sampler that learns from each step which rows to yield next."""
 
     @abstractmethod
     def update(self, batch: "DataProto") -> None:
@@ -51,7 +51,7 @@ class AbstractCurriculumSampler(AbstractSampler):
 
 
 class Pass(Iterator[int]):
-    """One pass of a sampler with a state; its own state is the place in the pass.
+    """One pass over a sampler that has a state; the state of the pass is its position.
 
     The rest of a pass may follow from what the sampler knew when the pass began. So a resume starts the pass from the
     state of that time, skips the rows that were drawn, and then restores what the sampler has learned since.

@@ -71,7 +71,7 @@ class DynamicGenDataset(RLHFDataset):
             logger.warning("data.datagen: %s has no state_dict and load_state_dict: a resume begins it again", name)
 
     def append_dataframe(self, new_dataframe: datasets.Dataset) -> None:
-        """Append those of the rows that are not overlong, after the checks that rows of files get."""
+        """Check rows like rows of files, and append the rows that are not overlong."""
         self._append(new_dataframe)
         self._generated.append(_written(new_dataframe))
 
@@ -86,7 +86,7 @@ class DynamicGenDataset(RLHFDataset):
         logger.info("the data set holds %d rows after generation", len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generated rows, and what the generator remembers; loader workers make none."""
+        """Return the generated rows and the generator's state."""
         if get_worker_info() is not None:
             return {}
         state: dict[str, Any] = {"rows": list(self._generated)}

@@ -157,7 +157,7 @@ def layer_has_experts(hf: "PretrainedConfig", layer: int) -> bool:
 
 
 def _is_of(name: str, with_experts: bool) -> bool:
-    """Return whether a parameter belongs to a layer with experts, or without."""
+    """Return whether a parameter belongs to the given kind of layer, with or without experts."""
     return not name.startswith("mlp.") or name.startswith("mlp.linear_fc") != with_experts
 
 

@@ -96,7 +96,7 @@ def _flash_attn_varlen() -> Callable[..., Tensor] | None:
 
 @cache
 def _torch_varlen() -> Callable[..., Tensor]:
-    """Return torch's varlen attention: torch 2.11 shares key and value heads unasked, later ones by ``enable_gqa``."""
+    """Return torch's varlen attention; torch 2.11 has grouped heads by default, later versions by ``enable_gqa``."""
     from torch.nn.attention.varlen import varlen_attn
 
     kernel = cast(Callable[..., Tensor], varlen_attn)  # returns a pair only if the caller asks for more

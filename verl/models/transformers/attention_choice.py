@@ -1,4 +1,4 @@
-"""Choose the transformers attention for padded rows: one that applies everything the model's configuration asks for.
+"""Choose an attention of transformers for padded rows that supports every feature in the model's configuration.
 
 ``sdpa`` drops a cap of the logits without a word, and some families have no ``sdpa``, because it has no sinks for
 instance. Packed rows have an attention of verl (``verl.models.transformers.attention``).
@@ -53,7 +53,7 @@ def padded_attention(
 
 
 def _on_gpu(config: "PretrainedConfig", model_class: Any, dtype: torch.dtype, is_capped: bool) -> str:
-    """Return flash attention for a cap, and else flex attention, if the model takes it; sinks need the latter."""
+    """Return flash attention for capped logits, else flex attention, if supported; sinks need flex attention."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     if is_capped and is_half and model_class._supports_flash_attn and has_module("flash_attn"):
         return "flash_attention_2"

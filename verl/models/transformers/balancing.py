@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Balancing:
-    """The balancing loss of a model, which weighs it by ``coefficient`` in its own loss."""
+    """The load-balancing loss of a model, whose own loss adds it with the weight ``coefficient``."""
 
     model: "PreTrainedModel"
     coefficient: float
@@ -40,7 +40,7 @@ class Balancing:
         )
 
     def of_routers(self, router_logits: tuple[Tensor, ...] | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the loss that the model's own forward makes of the logits of its routers.
+        """Return the loss that the model's own forward computes from its router logits.
 
         Args: ``router_logits`` are those of each layer, (tokens, experts); ``attention_mask`` (b, L) marks padding.
         """

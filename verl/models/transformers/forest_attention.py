@@ -194,7 +194,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _by_kind(calls: Iterator[_Call]) -> tuple[list[_Call], list[_Call]]:
-    """Return the calls within nodes, which cover all rows in their order, and the others."""
+    """Split the calls into those within nodes, which cover all rows in order, and all others."""
     every = list(calls)
     return [call for call in every if call.within], [call for call in every if not call.within]
 
@@ -241,7 +241,7 @@ def _add(whole: Tensor, rows: slice | Tensor, part: Tensor) -> None:
 
 
 class _OnCpu:
-    """torch's flash attention for a CPU, which takes sequences of one length."""
+    """torch's flash attention for a CPU, which needs sequences of equal length."""
 
     def calls(self, packed: PackedSequences) -> Iterator[_Call]:
         for group in packed.padded_groups:
@@ -306,7 +306,7 @@ class _Flash:
 
 
 class _ByDepth(_Flash):
-    """A call for all nodes, and one for each depth at which others stand below."""
+    """One kernel call within all nodes, and one for each depth at which nodes have children."""
 
     def calls(self, packed: PackedSequences) -> Iterator[_Call]:
         yield _Call(slice(None), slice(None), True, packed)

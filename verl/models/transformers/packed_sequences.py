@@ -98,14 +98,14 @@ class PackedSequences:
 
     @cached_property
     def prefixes(self) -> list[tuple[int, int, int]]:
-        """Return (start, stop, end) of the nodes that tokens of others see: those of ``stop:end``."""
+        """Return (start, stop, end) of each node with children; the tokens ``stop:end`` below it attend to it."""
         stops = itertools.accumulate(self.lengths)
         found = zip(self.lengths, stops, self.ends or (), strict=False)
         return [(stop - length, stop, end) for length, stop, end in found if end > stop]
 
     @cached_property
     def levels(self) -> list[Level]:
-        """Return the nodes that tokens of others see by their depth, for calls of a kernel with boundaries."""
+        """Return the nodes with children, grouped by depth, for kernel calls with sequence boundaries."""
         open_until: list[int] = []  # the ends of the nodes above
         depths: list[list[tuple[int, int, int]]] = []
         for start, stop, end in self.prefixes:
@@ -171,7 +171,7 @@ class PackedSequences:
         return Paths(keys, *bounds, self.max_length, max(self.path_lengths), places, F.pad(ends, (1, 0)))
 
     def _repeated(self, values: Tensor, times: Tensor, total: int) -> Tensor:
-        """Return each value as often as ``times`` says, in all ``total``, on the device."""
+        """Repeat each value ``times`` times, ``total`` values in all, on the device."""
         values, times = (each.to(self.device, non_blocking=True) for each in (values, times))
         return values.repeat_interleave(times, output_size=total)
 

@@ -56,7 +56,7 @@ def builds_own_attention(config: "PretrainedConfig | None") -> bool:
 
 
 def adapt(model: "PreTrainedModel", packed: bool) -> None:
-    """Let a model with remote code take the arguments of an engine; ``packed`` if sequences come end to end.
+    """Adapt a model with remote code to the engine's arguments; ``packed`` means that sequences are packed.
 
     Raises: WrongInput if its code cannot take packed sequences.
     """
@@ -131,7 +131,7 @@ class _KimiVL(nn.Module):
 
 
 class _Slices(TypedDict):
-    """The slices of images as MiniCPM-o takes them, for one row."""
+    """The image slices of one row, in MiniCPM-o's format."""
 
     input_ids: Tensor
     pixel_values: list[list[Tensor]]

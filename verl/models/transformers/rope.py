@@ -136,7 +136,7 @@ def _kinds(module: nn.Module) -> Mapping[str | None, str | None]:
 def _forward(
     rotary: nn.Module, rows: RowRope, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    """Compute the angles of each group of rows that choose alike by a call of the module's own.
+    """Compute rotary angles by one call of the module for each group of rows with equal frequencies.
 
     A call has one position more, the last one of the length by which the group chooses.
     """
@@ -169,7 +169,7 @@ def _forward(
 
 
 def _choices(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Tensor) -> Tensor:
-    """Return the lengths by which rows choose, the same one for rows that get the same frequencies."""
+    """Map row lengths to representatives: rows with the same frequencies get the same length."""
     pretrained = _pretrained(rotary, kind, layer_type)
     if kind == "dynamic":
         return lengths.clamp(min=pretrained)

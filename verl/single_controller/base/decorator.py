@@ -330,7 +330,7 @@ def data_parallel(worker_group: DispatchGroup) -> Split:
 
 
 def pipeline_as_data(worker_group: DispatchGroup) -> Split:
-    """Give only tensor-parallel peers the same part, as generation does; one of them answers.
+    """Give each group of tensor-parallel peers its own part, as generation does; one peer answers.
 
     Parts are numbered by rank, so that the outputs in rank order are in the order of the parts.
     """
@@ -472,7 +472,7 @@ def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Ar
 
 
 def _answered(output: T, args: Args, kwargs: Kwargs) -> T | DataProto:
-    """Return the output of a method, with its columns in the object store if a batch of the call asks for that."""
+    """Return the output of a method; move its columns to the object store if a batch of the call asks for that."""
     if not isinstance(output, DataProto):
         return output
     batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]

@@ -293,7 +293,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.spawn(prefix_set)
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Set the group of each role as an attribute of this one."""
+        """Set the group of each role as an attribute of this group."""
         self.wg_dict = self.wg_dict or dict(self.spawn(prefix_set))
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
@@ -634,7 +634,7 @@ def _silent(seats: Sequence[Seat], refs: Refs) -> list[Seat]:
 
 
 def explain_timeout(site: CallSite, seats: Sequence[Seat], refs: Refs, timeout_s: float) -> WorkerError:
-    """Name the workers that had not answered at the deadline; if some are stopped, only these: the others wait."""
+    """Name the workers without an answer at the deadline; if some are stopped, only these: the others wait for them."""
     silent = _silent(seats, refs) or list(seats[:1])
     indirect = seats[len(refs) :]  # workers that are called by the workers whose results are awaited
     stopped = [seat for seat in (*silent, *indirect) if seat.is_stopped()]

@@ -60,7 +60,7 @@ def parse_generation_server(config: DictConfig) -> GenerationConfig:
 
 
 def _as_generation(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a ``generation`` tree with the values of this one."""
+    """Convert a ``generation_server`` tree to a ``generation`` tree."""
     data = tree["data"]
     trainer = tree["trainer"]
     role = tree[_ROLE]

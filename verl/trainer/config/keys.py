@@ -148,7 +148,7 @@ def free_nodes(tree: Mapping[str, Json]) -> list[str]:
 
 
 def optional_keys(known: Collection[str]) -> tuple[str, ...]:
-    """Return those of OPTIONAL that the command whose keys are ``known`` reads."""
+    """Return the keys of OPTIONAL that a command reads; ``known`` are the keys of the command."""
     if "actor_rollout_ref" in known:
         return tuple(key for key in OPTIONAL if not key.startswith("rollout."))
     if "rollout" in known:

@@ -40,7 +40,7 @@ class Untranslatable(ValueError):
 
 @dataclass(frozen=True)
 class Translated:
-    """Values by our keys: the requested ones, and those that follow unless the user writes them too.
+    """Values under the present keys: the requested ones, and implied ones unless the user sets these.
 
     ``notices`` say of a given key why it has no effect.
     """
@@ -55,7 +55,7 @@ Translator = Callable[[Values, Read], Translated]
 
 @dataclass(frozen=True)
 class Row:
-    """A key of another version, or a node with all keys below it; ``*`` stands for any end of a name.
+    """A key of another version, or a node with all keys below it; ``*`` matches any end of a name.
 
     ``to`` is our key or node, or a function of all values that are given for the rows that share it. ``accepts`` are
     the values that need nothing; a row that accepts none and is ``accepted`` accepts all, with its ``notice``. With
@@ -109,7 +109,7 @@ def _covering(key: str) -> tuple[Row, ...]:
 
 
 def row_of(key: str, value: Json = None, roots: Mapping[str, Json] | None = None) -> Row | None:
-    """Return the row of a key with a value, the one that says most; None if there is none.
+    """Return the most specific row for a key with this value; None if there is none.
 
     ``roots`` is the tree that the key belongs to; without it the row of any tree is returned.
     """
@@ -164,7 +164,7 @@ def _correction(given: Values, read: Read) -> Translated:
 
 
 def _bounds(threshold: Json) -> dict[str, Json]:
-    """Return our keys for a threshold: a number caps the weights, ``low_high`` makes them 0 outside."""
+    """Return the present keys for a threshold: a number caps the weights, ``low_high`` sets weights outside to 0."""
     key = f"{_CORRECTION}.rollout_is_threshold"
     bounds = _BOUNDS.fullmatch(str(threshold))
     if bounds is not None:
@@ -249,7 +249,7 @@ def _adamw(given: Values, read: Read) -> Translated:
 
 
 def _processor(given: Values, read: Read) -> Translated:
-    """Translate arguments of the processor of images and videos: here a key of vLLM sets them for the data sets too."""
+    """Translate arguments of the image and video processor; in this version vLLM's key sets them for data sets too."""
     arguments = {key.removeprefix("data.mm_processor_kwargs").lstrip("."): value for key, value in given.items()}
     if read(f"{_ROLLOUT}.name") == "sglang":
         expected = f"write {_ROLLOUT}.engine_kwargs.sglang.mm_process_config, with the nodes image and video"
@@ -259,7 +259,7 @@ def _processor(given: Values, read: Read) -> Translated:
 
 
 def _deterministic_engine(given: Values, read: Read) -> Translated:
-    """Translate an engine in which no response depends on others; false leaves our default."""
+    """Translate an engine whose responses do not depend on the batch; false keeps the default."""
     return Translated({f"{_ROLLOUT}.batch_invariant": True} if any(given.values()) else {})
 
 

@@ -1,4 +1,4 @@
-"""Fit the overrides of a command line to the tree that they change, and list the impossible ones."""
+"""Adapt the overrides of a command line to the configuration tree, and list the impossible ones."""
 
 import os
 import re
@@ -29,7 +29,7 @@ _RELATIVE = re.compile(rf"(?:_target_:\s*|{PACKAGE})[\"']?\.")
 
 
 def prepare_arguments(arguments: list[str], config_name: str, folder: str, is_own: bool = False) -> list[str]:
-    """Return the arguments as Hydra takes them; ``is_own`` says whether the command is code of the user.
+    """Convert the arguments to Hydra's form; ``is_own`` is true if the command is code of the user.
 
     Raises: ConfigError listing every key that does not exist, in overrides and in files of the user, with the nearest
     keys; HydraException when an override cannot be parsed or a config file does not exist.

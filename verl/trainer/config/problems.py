@@ -51,7 +51,7 @@ def _saved(lines: list[str]) -> str:
 
 
 def brief(message: str, most_lines: int = MOST_LINES) -> str:
-    """Return a message as the terminal shows it: without empty lines, and not longer than a person reads."""
+    """Shorten a message for the terminal, and remove its empty lines."""
     lines = [line.rstrip() for line in message.splitlines() if line.strip()]
     if len(lines) > most_lines:
         lines = [*lines[: most_lines - 1], f"  ... and {len(lines) - most_lines + 1} more lines"]

@@ -212,7 +212,7 @@ class RunConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """The prompts of a training batch: ``data.train_batch_size`` with dynamic sampling, else as the data say."""
+        """Number of prompts in a training batch; with dynamic sampling it is ``data.train_batch_size``."""
         groups = self.algorithm.filter_groups
         return self.data.train_batch_size if groups and groups["enable"] else self.data.prompts_per_step
 

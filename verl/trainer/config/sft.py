@@ -74,7 +74,7 @@ TARGETS = {"model": "HFModelConfig", "engine": "FSDPEngineConfig", "optim": "FSD
 
 
 def as_engine_tree(config: DictConfig) -> DictConfig:
-    """Return a ``sft_trainer`` tree with the nodes of ``sft_trainer_engine``; one of the latter comes back as it is."""
+    """Convert a ``sft_trainer`` tree to the nodes of ``sft_trainer_engine``; return a tree of the latter unchanged."""
     if "engine" in config:
         return config
     tree: Any = OmegaConf.to_container(config, resolve=True)
@@ -186,7 +186,7 @@ def parse_sft_config(config: DictConfig, world_size: int = 1) -> SFTConfig:
 def examined_sft_config(
     config: DictConfig, world_size: int = 1, stops_at_types: bool = False
 ) -> tuple[SFTConfig, list[Violation]]:
-    """Parse and check a tree as ``parse_sft_config``, and return it with everything that is wrong.
+    """Parse and check a tree like ``parse_sft_config``, and return it with all violations.
 
     Raises: with ``stops_at_types`` ConfigError if it has values of the wrong type, with everything that is wrong in the
         tree.
@@ -203,7 +203,7 @@ def examined_sft_config(
 def _violations(
     config: DictConfig, tree: Mapping[str, Any], run: SFTConfig, wrong: list[Violation], world_size: int
 ) -> Iterator[Violation]:
-    """Yield the violations of ``config``; ``run`` is its engine ``tree`` with types, ``wrong`` what typing refused."""
+    """Yield the violations of ``config``; ``run`` is its parsed ``tree``, ``wrong`` holds the violations of parsing."""
     raw = tree_of(config, resolve=False)
     missing = [Violation(key, "???", "is missing") for key in dotted_keys(raw) if select(raw, key) == "???"]
     yield from missing

@@ -88,7 +88,7 @@ _LEAST_LETTERS = 3  # a shorter word is part of many names
 
 
 def similar_keys(key: str, known: Collection[str], count: int = 3) -> list[str]:
-    """Return the keys that may have been meant by ``key``, the likeliest first; none if none is like it."""
+    """Return known keys that resemble ``key``, the most similar first."""
     last = key.rpartition(".")[2]
     usual = [each for each in USUAL_NAMES.get(last.lower(), ()) if each in known]
     ranks = {each: _likeness(last.lower(), each.rpartition(".")[2].lower()) for each in known}
@@ -100,7 +100,7 @@ def similar_keys(key: str, known: Collection[str], count: int = 3) -> list[str]:
 
 
 def _likeness(name: str, other: str) -> float:
-    """Return how alike two last parts are: 1 if they are equal, 0 if they have nothing to do with each other."""
+    """Return the similarity of two last parts of keys, from 0 (unrelated) to 1 (equal)."""
     if name == other:
         return 1.0
     words = set(name.split("_"))

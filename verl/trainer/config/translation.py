@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sweep(str):
-    """Several values of one key, as they are written for ``--multirun``."""
+    """Several values of one key, in the syntax of ``--multirun``."""
 
 
 def file_of_engine(overrides: Iterable[str], config_name: str, folder: str) -> str:
@@ -124,7 +124,7 @@ class Translation:
     def _write(
         self, values: dict[str, Json], given: Mapping[str, Json], implied: Mapping[str, Json] | None = None
     ) -> None:
-        """Set our keys, unless the command line sets one of them to something else."""
+        """Set the present keys, unless the command line sets one of them to another value."""
         said = ", ".join(f"{key}={as_yaml(value)}" for key, value in given.items())
         for key, value in values.items():
             is_twice = key in self._ours and not self._written.isdisjoint(given)
@@ -142,7 +142,7 @@ class Translation:
 
 
 def row_of_other_version(key: str, value: Json, tree: Mapping[str, Json], known: Iterable[str]) -> Row | None:
-    """Return the row of a key that is not ours; None if there is none.
+    """Return the row of a key of another version; None if there is none.
 
     A node that is null or empty gets one of the rows of the keys below it.
     """
@@ -182,7 +182,7 @@ def _value(override: Override) -> Json:
 
 
 def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield each dotted key of a tree that holds no further keys, and its value."""
+    """Yield each leaf of a tree: its dotted key and its value."""
     for name, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{prefix}{name}.")

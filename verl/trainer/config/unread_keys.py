@@ -1,4 +1,4 @@
-"""Tell keys that nothing reads from others, in the command line and the files of a command."""
+"""Find keys that nothing reads, in the command line and the files of a command."""
 
 import functools
 import logging
@@ -43,7 +43,7 @@ class Command(NamedTuple):
 
 
 class KeyChecker:
-    """Tells keys that nothing reads from others, in the overrides and files of one command line."""
+    """Finds keys that nothing reads, in the overrides and files of one command line."""
 
     def __init__(self, command: Command, tree: Mapping[str, Json], overrides: list[Override], known: set[str]) -> None:
         self.tree = tree
@@ -125,7 +125,7 @@ def _tell(unread: Iterable[str]) -> None:
 
 
 def nearest_text(key: str, known: Collection[str]) -> str:
-    """Return the part of a message that names the keys that may have been meant by one that does not exist."""
+    """Return the part of a message that names keys similar to a key that does not exist."""
     similar = ", ".join(similar_keys(key, {*known, *optional_keys(known)}))
     return f"; the nearest: {similar}" if similar else ", nor one like it: remove it, or choose one of --help"
 
@@ -140,7 +140,7 @@ def value_text(override: Override) -> str:
 
 
 def _with_switches(tree: Mapping[str, Json], overrides: list[Override]) -> DictConfig:
-    """Return a tree with the values of those overrides that name code of the user."""
+    """Return a tree with the values of the overrides that name user code."""
     config = OmegaConf.create(dict(tree))
     for each in overrides:
         names_code = any(is_under(switch, [each.key_or_group]) for switch in USER_CODE)

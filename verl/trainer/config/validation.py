@@ -70,7 +70,7 @@ def validate_config(
 
 
 class Examined(NamedTuple):
-    """A parsed tree, with everything that is wrong in it."""
+    """A parsed tree with its violations."""
 
     run: RunConfig
     violations: list[Violation]
@@ -94,7 +94,7 @@ def examined_config(
     recipe_rules: Callable[[RunConfig], Iterable[Violation]] | None = None,
     stops_at_types: bool = False,
 ) -> Examined:
-    """Parse a tree, apply all rules, and return it with everything that is wrong.
+    """Parse a tree, apply all rules, and return it with its violations.
 
     Without ``use_reference`` and ``use_critic`` the tree decides about both. A tree ``of_fork`` is read by code of the
     user, who may add keys, register names and draw prompts for itself: what only that code can know is not refused.
@@ -237,7 +237,7 @@ registry itself begins its error."""
 
 
 def _name_rules(run: RunConfig) -> Iterator[Violation]:
-    """Yield unregistered estimators, losses and managers, unless code of the user may yet register them."""
+    """Yield unregistered estimators, losses and managers, unless user code might still register them."""
     shared = run.actor_rollout_ref
     if envs.read("VERL_USE_EXTERNAL_MODULES") or shared.model.external_lib:
         return

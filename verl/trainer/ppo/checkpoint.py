@@ -203,21 +203,21 @@ class Checkpoints:
         return options.save_freq > 0 or options.save_on_sigterm_s is not None
 
     def keep_start_of_step(self) -> None:
-        """Keep the data position and the driver's state at the start of a step, which may end before it is full."""
+        """Record the data position and the driver's state at the start of a step, in case the step cannot be filled."""
         position = self.position()
         position.learners = copy.deepcopy(self._learned())
         position.spares_drawn = self.state.spares_drawn
         self._start_of_step = position
 
     def go_back_to_start_of_step(self) -> None:
-        """Let the next checkpoint go on where the current step began, and not at the present place in the data."""
+        """Let the next checkpoint store the state at the start of the current step instead of the present one."""
         self._goes_on_at = self._start_of_step
 
     def _learned(self) -> dict[str, SavedState]:
         return {name: each.state_dict() for name, each in self.learners.items() if has_state(each)}
 
     def begin(self) -> Path:
-        """Finish the checkpoint before, and return the folder of the current step, marked as one that is being written.
+        """Finish the previous checkpoint, and return the folder of the current step, marked as unfinished.
 
         A recipe calls this before it writes ``extra_files``; ``save`` does so too.
         """
@@ -351,7 +351,7 @@ class Checkpoints:
             logger.warning("trainer.seed is %d, and was %s in the checkpoint", state.seed, driver["seed"])
 
     def _starts_with_another_weight(self, driver: DriverState) -> bool:
-        """Whether an adaptive weight of the KL term starts from another value than in the checkpoint; name both."""
+        """Whether the initial weight of an adaptive KL term differs from the checkpoint's; log both if so."""
         given = self.run.algorithm.kl_ctrl.kl_coef
         if driver.get("kl_coef", given) == given:
             return False
@@ -360,7 +360,7 @@ class Checkpoints:
         return True
 
     def check_extra_file(self, path: Path) -> None:
-        """Compare one of ``extra_files`` with what the recipe has written; older checkpoints do not tell.
+        """Check one of ``extra_files`` against the recorded size and checksum; older checkpoints have no record.
 
         Raises: WrongInput naming a file that was changed; one that is missing is left to the recipe.
         """

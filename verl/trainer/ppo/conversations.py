@@ -1,4 +1,4 @@
-"""The turns of a batch as people read them: in dumps, samples and metrics."""
+"""The turns of a batch in readable form, for dumps, samples and metrics."""
 
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
@@ -35,7 +35,7 @@ class Spoken(TypedDict):
 
 
 class ShownTurn(TypedDict):
-    """A turn as people read it, with its number of tokens."""
+    """A turn in readable form, with its number of tokens."""
 
     role: str
     text: str

@@ -64,7 +64,7 @@ class Course:
         self._end_if_requested()
 
     def before(self, phase_name: str) -> None:
-        """End the run after the last full step if SIGTERM has asked for that, and a step may end before this phase.
+        """End the run with the last full step if SIGTERM was received and a step may be given up before this phase.
 
         Raises: EndRequested.
         """
@@ -108,7 +108,7 @@ class Course:
 
     @contextmanager
     def to_the_end(self) -> Iterator[None]:
-        """Save the last full step if the run ends in a later one, for want of data, scores or time."""
+        """Save the last full step if the run ends within a later step, for lack of data, scores or time."""
         state = self._state
         try:
             yield
@@ -144,7 +144,7 @@ class Course:
         self._publish(metrics | {f"timing_s/{name}": seconds for name, seconds in timing.items()}, state.step)
 
     def _save_last_full_step(self, timing: Timing) -> None:
-        """Save the step before one that has not become full, which a resumed run draws again."""
+        """Save the step before one that could not be filled; a resumed run draws that one again."""
         state = self._state
         if not state.step:
             return

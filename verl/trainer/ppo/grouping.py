@@ -23,17 +23,17 @@ class Groups(NamedTuple):
     responses: Sequence[int]
 
     def filled(self, count: int) -> "Groups":
-        """Return these groups and ``count`` more rows of one token, each row a separate group."""
+        """Add ``count`` rows of one token to the groups, each row as a group of its own."""
         others: list[Hashable] = [f"fills place {at}" for at in range(count)]
         return Groups([*self.names, *others], [*self.prompts, *[1] * count], [*self.responses, *[0] * count])
 
     def distinct_tokens(self, rows: Sequence[int]) -> int:
-        """Return the tokens that rows of one group have if their prompt counts once."""
+        """Return the number of tokens of a group whose shared prompt counts once."""
         return max(self.prompts[row] for row in rows) + sum(self.responses[row] for row in rows)
 
 
 def keep_groups(ranks: Partition, groups: Groups, stretch: int) -> Partition:
-    """Exchange rows between ranks so that those of a group stand together, and ranks compute about the same.
+    """Exchange rows between ranks so that the rows of a group are on one rank and ranks have about equal work.
 
     The rows at places ``k * stretch`` to ``(k + 1) * stretch`` of all ranks together stay the same, so mini-batches of
     ``stretch`` rows of each rank keep their members. Whole groups go to the rank that has the fewest distinct tokens so
@@ -103,7 +103,7 @@ def balanced_order(
 
 
 def _with_groups_together(batch: DataProto, parts: Partition, run: RunConfig, num_workers: int) -> Partition:
-    """Give the samples of a prompt to one rank where that saves computing their prompt again."""
+    """Place the samples of a prompt on one rank, if the prompt is then computed only once."""
     actor = run.actor_rollout_ref.actor
     critic = run.critic
     shards = num_workers // workers_of_a_shard(actor)

@@ -42,7 +42,7 @@ class EndOfDataError(RuntimeError):
 
 
 class GivenData(NamedTuple):
-    """Parts of the data that the caller has built; None for those to build."""
+    """Parts of the data that the caller has built; None for parts that are still to be built."""
 
     train_dataset: Dataset[Rows] | None = None
     val_dataset: Dataset[Rows] | None = None
@@ -51,7 +51,7 @@ class GivenData(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Data sets and loaders of a run; those of the validation are None without its files."""
+    """Data sets and loaders of a run; without validation files, those of the validation are None."""
 
     train_dataset: Dataset[Rows]
     val_dataset: Dataset[Rows] | None
@@ -208,7 +208,7 @@ def training_rows(loader: Iterable[Rows], state: RunState, total_epochs: int | N
 
 
 def let_learn(loader: StatefulDataLoader, dataset: Dataset[Rows] | None, batch: DataProto) -> None:
-    """Let sampler and data set learn from a step, also from the last one: checkpoints hold what they know."""
+    """Let sampler and data set learn from a step, also from the last one, since checkpoints hold their state."""
     sampler = getattr(loader, "sampler", None)  # a fork may have another loader
     for learner, method in ((sampler, "update"), (dataset, "on_batch_end")):
         if hasattr(learner, method):

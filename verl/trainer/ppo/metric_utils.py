@@ -171,7 +171,7 @@ def without_dropped(batch: DataProto) -> DataProto:
 
 
 def _failures(batch: DataProto) -> list[str | None] | None:
-    """Return the reason for each trajectory that was not scored, None for others; None if no column holds reasons."""
+    """Return why each trajectory was not scored, None for a scored one; None for all if no column holds reasons."""
     columns = per_trajectory(batch).non_tensor_batch
     if "reward_failure" not in columns:
         return None
@@ -371,7 +371,7 @@ def process_validation_metrics(
 def _source_metrics(
     prompts: Sequence[Sequence[int]], infos_dict: Mapping[str, Sequence[T]], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of a data source by its rows, those of each prompt in a list: variable -> metric -> value."""
+    """Return the metrics of a data source (variable -> metric -> value), given the rows of each prompt."""
     own = [row for rows in prompts for row in rows]
     columns = {name: [values[row] for row in own] for name, values in infos_dict.items() if len(values)}
     numeric = {name: np.array(v, dtype=np.float64) for name, v in columns.items() if _is_numeric(v)}
@@ -416,7 +416,7 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, float]], vote_key: str, val_key: str) -> float:
-    """Return the value of the most frequent vote, that of its first row; of equally frequent votes the first counts."""
+    """Return the value of the first row with the most frequent vote; in a tie the vote that comes first wins."""
     votes = Counter(row[vote_key] for row in data)
     winner, _ = votes.most_common(1)[0]
     return next(row[val_key] for row in data if row[vote_key] == winner)

@@ -139,7 +139,7 @@ def check_rollout(
 
 
 def _first_fault(data: DataProto) -> DataProto:
-    """Return the lengths of the rows, and as ``fault`` the first wrong row, the number of others, and the words."""
+    """Return the lengths of the rows, and in ``fault`` the first wrong row, the number of others, and a message."""
     tensors = tensors_of(data)
     columns = data.non_tensor_batch
     asked = DataProto.from_dict(
@@ -160,7 +160,7 @@ def _first_fault(data: DataProto) -> DataProto:
 
 
 def rollout_faults(asked: DataProto, output: DataProto, single_turn: bool) -> Iterator[tuple[Tensor, str]]:
-    """Yield for each invariant the rows that break it, (B,), and how; the invariants are the same for all rows."""
+    """Yield for each invariant a mask (B,) of the rows that break it, and a message."""
     got = tensors_of(output)
     requests = tensors_of(asked)
     prompts = got["prompts"]

@@ -1,4 +1,4 @@
-"""Profilers of the roles: where they write, and when the driver starts and stops them."""
+"""The driver's side of profiling: where the roles' profilers write, and when they start and stop."""
 
 import itertools
 import logging

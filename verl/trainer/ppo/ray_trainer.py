@@ -179,7 +179,7 @@ class RayPPOTrainer:
         profiling.check_steps(self.run_config.global_profiler.steps, self.state.total_steps)
 
     def init_workers(self, groups: Mapping[str, RayWorkerGroup] | None = None) -> None:
-        """Build the models on the given worker groups, or on groups that it starts."""
+        """Build the models on the given worker groups, or start worker groups first."""
         self._take_over_changes()
         if groups is None:
             groups = create_worker_groups(
@@ -352,7 +352,7 @@ class RayPPOTrainer:
         return result[0]
 
     def _timed(self, timer: str, timing: Timing) -> AbstractContextManager[None]:
-        """Time a part of a step, and name it in the error if a worker dies in it."""
+        """Time a part of a step; if a worker dies within it, the error names the part."""
         return timed(timer, timing, self.state.step)
 
     # ---- phases
@@ -499,7 +499,7 @@ class RayPPOTrainer:
         return take_prompts(batch, with_scoring_columns=self.async_rollout_mode)
 
     def _arrange(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Order the rows of a batch for the ranks; ``state.row_order`` says how to put them back."""
+        """Order the rows of a batch for the ranks; ``state.row_order`` is the order that undoes it."""
         self.state.row_order = list(range(len(batch)))
         if self.run_config.trainer.balance_batch:
             self._balance_batch(batch, metrics)
@@ -624,7 +624,7 @@ class RayPPOTrainer:
 
     @contextmanager
     def _watched(self, timing: Timing) -> Iterator[None]:
-        """Let the roles profile the step, and all processes record its timeline, if it is one of the chosen ones."""
+        """Profile the step and record its timeline if the configuration selects it."""
         assert self.records is not None
         groups = self.worker_groups()
         profiler = self.run_config.global_profiler

@@ -253,7 +253,7 @@ def choose_rows(
 
 
 def _spread(order: Iterable[int], scores: Tensor, uids: Sequence[Hashable] | np.ndarray | None) -> list[int]:
-    """Keep the order of the scores; among equal ones, put the first row of each prompt before the second."""
+    """Reorder rows with equal scores so that the first row of each prompt comes before second rows."""
     rows = list(order)
     values = scores.tolist()
     times: Counter[Hashable] = Counter()

@@ -213,7 +213,7 @@ class WorkerStart:
     def __init__(
         self, config: DictConfig, total_training_steps: int | None, start: Callable[[], dict[str, RayWorkerGroup]]
     ) -> None:
-        """Begin ``start``, which uses ``config``, for so many steps; None: the workers take the number later."""
+        """Begin ``start`` with ``config`` for the given number of steps; None means that the workers get it later."""
         self._config = config
         self._total_training_steps = total_training_steps
         self._groups: Future[dict[str, RayWorkerGroup]] = Future()

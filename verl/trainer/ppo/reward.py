@@ -1,4 +1,4 @@
-"""The reward of a batch as the trainer computes it: by a reward model, a reward function, or both."""
+"""Computation of a batch's reward on the trainer's side: by a reward model, a reward function, or both."""
 
 import inspect
 import logging

@@ -97,7 +97,7 @@ class RolloutSkip:
         get_console().info("RolloutSkip: Successfully dump data in %s", path)
 
     def _keeps(self, prompts: DataProto) -> bool:
-        """Whether the rollout of these prompts is one that a step trains on."""
+        """Whether the rollout of these prompts is used for training, and therefore saved."""
         if not isinstance(prompts, DataProto):
             return True
         meta = prompts.meta_info

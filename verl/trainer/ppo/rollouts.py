@@ -294,7 +294,7 @@ def with_responses(batch: DataProto, output: DataProto, num_samples: int, seeds:
 
 
 def described(batch: DataProto, step: int) -> DataProto:
-    """Say in ``meta_info`` what workers count, and return the batch."""
+    """Add numbers that workers count to ``meta_info``, and return the batch."""
     batch.meta_info["global_steps"] = step
     batch.meta_info["global_token_num"] = tensors_of(batch)["attention_mask"].sum(-1).tolist()
     batch.meta_info["images_seqlens"] = image_lengths(batch.non_tensor_batch.get("multi_modal_inputs", ()))
@@ -314,7 +314,7 @@ def greedy_requests(prompts: DataProto, state: RunState) -> DataProto:
 
 
 def score_greedy(greedy: DataProto, reward: PendingReward, metrics: Metrics) -> torch.Tensor:
-    """Return the score of each greedy response, (num_prompts,); NaN where a service that the scorer asks is away.
+    """Return the score of each greedy response, (num_prompts,); NaN if a service of the scorer was unavailable.
 
     The metrics of the scoring, except ``perf/``, get the prefix ``greedy/``.
     """
@@ -328,7 +328,7 @@ def score_greedy(greedy: DataProto, reward: PendingReward, metrics: Metrics) -> 
 
 
 def without_metrics(output: DataProto, metrics: Metrics) -> DataProto:
-    """Move the metrics of a workers' answer to those of the step, and return the rest."""
+    """Move the metrics of the workers' output to the metrics of the step, and return the rest of the output."""
     metrics.update(reduce_metrics(output.meta_info.pop("metrics", {})))
     return output
 

@@ -32,7 +32,7 @@ class Timelines:
     """Writes ``timeline/step_<n>.json`` into the folder of a run for each step in ``steps``."""
 
     def __init__(self, steps: Collection[int] | None, folder: Path, resumed_step: int | None = 0) -> None:
-        """Continue those of a run after ``resumed_step``; None removes those of an older run in the folder."""
+        """Keep the timelines up to ``resumed_step``; None removes all timelines of an older run in the folder."""
         for path in timeline.timelines_of(folder):
             if resumed_step is None or timeline.step_of(path) > resumed_step:
                 path.unlink(missing_ok=True)

@@ -115,7 +115,7 @@ def _put_tensors(rows: DataProto, parts: Sequence[EarlierSegments], places: Sequ
 
 
 def _put_columns(rows: DataProto, parts: Sequence[EarlierSegments], places: Sequence[int]) -> None:
-    """Write what loops say of earlier segments to their rows."""
+    """Write the columns that loops set for earlier segments to their rows."""
     columns = rows.non_tensor_batch
     for name in sorted({name for part in parts for name in part["columns"]}):
         values = [value for part in parts for value in part["columns"].get(name, [None] * len(part["scores"]))]
@@ -219,7 +219,7 @@ def arrange(
 
 
 def placed(rows: DataProto, layout: Layout) -> tuple[DataProto, list[int]]:
-    """Return the rows at their places, and how to put them back; rows that fill the batch come last then."""
+    """Return the rows in the layout's order, and the order that undoes it, with filling rows at the end."""
     order = torch.tensor(layout.order)
     filling = order < 0
     batch = rows.select_idxs(order.clamp(min=0))
@@ -230,7 +230,7 @@ def placed(rows: DataProto, layout: Layout) -> tuple[DataProto, list[int]]:
 
 
 def _make_empty(batch: DataProto, rows: Tensor) -> None:
-    """Make rows (N,) bool that count nowhere, of one token that a model reads."""
+    """Turn the rows of a mask (N,) into filling rows, which have one token and count nowhere."""
     tensors = tensors_of(batch)
     attended = tensors["attention_mask"][rows]
     first = torch.zeros_like(attended).scatter_(1, attended.argmax(-1, keepdim=True), 1)
@@ -306,7 +306,7 @@ def _real(batch: DataProto) -> Tensor:
 
 
 def earlier_segments(batch: DataProto) -> Iterator[EarlierSegments | None]:
-    """Yield what came before each row, None for a trajectory of one segment."""
+    """Yield the earlier segments of each row, None for a trajectory of one segment."""
     yield from batch.non_tensor_batch.get(EARLIER_COLUMN, [None] * len(batch))
 
 
@@ -321,7 +321,7 @@ class Joined:
 
     @staticmethod
     def tensors(batch: DataProto) -> tuple[str, ...]:
-        """Return the columns that it reads of a batch; none if every trajectory is one row."""
+        """Return the names of the columns that ``of`` reads; empty if every trajectory is one row."""
         is_split = SEGMENTS_COLUMN in batch.non_tensor_batch
         return ("attention_mask", "token_level_scores", "response_mask") if is_split else ()
 
@@ -362,7 +362,7 @@ class Joined:
         return values
 
     def rewards(self, values: Tensor) -> Tensor:
-        """Return scores or rewards (B, R) as (T, W), that of a trajectory once, at the end of its last segment."""
+        """Move scores or rewards (B, R) to (T, W), once per trajectory, at the end of its last segment."""
         shared = torch.from_numpy(self._batch.non_tensor_batch[SHARED_COLUMN].astype(bool)).unsqueeze(-1)
         return self.join(torch.where(shared, values - tensors_of(self._batch)["token_level_scores"], values))
 

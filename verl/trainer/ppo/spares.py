@@ -1,4 +1,4 @@
-"""Spare prompts, for those whose trajectories failed (``rollout.agent.on_failure=replace``)."""
+"""Spare prompts, which replace prompts whose trajectories failed (``rollout.agent.on_failure=replace``)."""
 
 import itertools
 from collections.abc import Callable, Sequence

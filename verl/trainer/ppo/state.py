@@ -81,7 +81,7 @@ _PHASE_OF_TIMER = {"gen": "generate", "gen_max": "generate", "testing": "validat
 
 @contextmanager
 def timed(timer: str, timing: Timing, step: int) -> Iterator[None]:
-    """Time a part of a step, and name it in the error if a worker dies in it."""
+    """Time a part of a step; if a worker dies within it, the error names the part."""
     with phase(_PHASE_OF_TIMER.get(timer, timer), step=step), marked_timer(timer, timing):
         yield
 

@@ -125,7 +125,7 @@ class ValidationSamples:
 
     @property
     def dumped(self) -> Dump:
-        """The samples as ``dump_generations`` takes them."""
+        """The samples as arguments of ``dump_generations``."""
         return {
             "inputs": self.inputs,
             "outputs": self.outputs,
@@ -212,7 +212,7 @@ def collect_samples(
 
 
 def _prompts_of(loader: Iterable[Rows], with_reward_model: bool) -> Iterator[DataProto]:
-    """Yield the prompts of each batch that has any, without those that a reward model is to judge."""
+    """Yield the non-empty batches of prompts, without prompts that only a reward model can score."""
     for rows in loader:
         prompts = DataProto.from_single_dict(rows)
         if with_reward_model:
@@ -258,7 +258,7 @@ def judged_by_rule(batch: DataProto) -> DataProto:
 
 
 def mark_missing(batch: DataProto) -> np.ndarray:
-    """Mark the rows without a sampled token as those without a trajectory: they fail, and no scorer sees them.
+    """Mark rows without a sampled token as failed, like rows without a trajectory; no scorer sees them.
 
     Returns: which rows those are, (B,) bool.
     """
@@ -310,7 +310,7 @@ def complete_requests(
 
 
 def add_extras(known: ExtraColumns, extras: ExtraColumns, before: int, count: int) -> None:
-    """Append the extras of ``count`` responses to those of the ``before`` responses that came earlier.
+    """Append the extras of ``count`` responses to the extras of the ``before`` earlier responses.
 
     An extra that some of them lack is None there.
 
@@ -376,7 +376,7 @@ def summarise(samples: ValidationSamples) -> dict[str, float]:
 
 
 def _columns_of(source: str, extras: ExtraColumns, failed: Sequence[bool]) -> ExtraColumns:
-    """Return the columns of a data source, of which its scorer has returned each for at least one response.
+    """Return the columns of a data source that its scorer has returned for at least one response.
 
     Numbers are 0 where a response has failed, or where the scorer left them out. ``acc`` is 0 too if all have failed.
     """

@@ -21,7 +21,7 @@ class StartupClock:
             self.moments.append((name, time.time() if at is None else at))
 
     def report(self) -> dict[str, float]:
-        """Show the seconds of each part after the first moment; return them as ``timing_s/startup/<part>``, once."""
+        """Show the seconds of each part of the start; return them as ``timing_s/startup/<part>`` at the first call."""
         spans: dict[str, float] = {}
         if self.moments and not self.reported:
             for (_, start), (name, end) in zip(self.moments, self.moments[1:], strict=False):

@@ -1,4 +1,4 @@
-"""The end of a run by a signal: time to save, report and curves, and a last line that tells how to go on."""
+"""The end of a run by a signal: time to save, report and curves, and a last line with the command to resume."""
 
 import _thread
 import os
@@ -33,12 +33,12 @@ _AFRESH = ("trainer.resume_mode=auto", "trainer.resume_from_path=null")
 
 
 class EndRequested(RuntimeError):
-    """A run has saved its last full step and ends, because SIGTERM has asked for that."""
+    """A run has saved its last full step and ends because of SIGTERM."""
 
 
 @dataclass
 class Ending:
-    """The last checkpoint and the command that goes on, for the last line of a run that a signal ends.
+    """The last checkpoint and the command to resume, for the last line of a run that a signal ends.
 
     It is made before the run trains, since the folder may hold checkpoints of earlier runs.
 
@@ -90,7 +90,7 @@ class Ending:
         return _version(self._tracker) not in (None, self._before[0])
 
     def _checkpoint(self) -> Path | None:
-        """Return the folder that a resume takes: one that this run has saved, or that from which it has started."""
+        """Return the folder to resume from: the last checkpoint of this run, or the one that it started from."""
         if not self._has_saved():
             if self.resume_mode == "disable":
                 return None
@@ -121,7 +121,7 @@ class Ending:
 
 @contextmanager
 def written_outputs(ending: Ending | None) -> Iterator[None]:
-    """Write report and curves while the block runs, and for at most ``OUTPUTS_S``; another signal leaves them out."""
+    """Write report and curves during the block, for at most ``OUTPUTS_S``; another signal skips them."""
     deadline = time.monotonic() + OUTPUTS_S
     outputs: list[subprocess.Popen[bytes]] = []
     try:

@@ -148,7 +148,7 @@ def count_rows(key: str, path: str, prompt_key: str) -> int:
 
 
 def check_written_columns(names: Mapping[str, tuple[str | None, str | None]], paths: Iterable[str]) -> None:
-    """Check that some file has each column whose name the user wrote: one that is no default, or was given.
+    """Check that each column that the user named, also with the default's name, is in some file.
 
     Args: ``names`` maps a key to its value and its default. Files that are not on this machine may have any column.
 
@@ -197,7 +197,7 @@ def has_field(path: str, column: str, field: str) -> bool:
 
 
 def column_checks(path: str, columns: list[str]) -> Iterator["ColumnCheck"]:
-    """Yield those of the given columns that a data file has, many rows at a time, up to a limit.
+    """Yield the given columns that a data file has, in chunks of rows, up to a limit.
 
     Raises: DataError naming the file and the row.
     """

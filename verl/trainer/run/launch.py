@@ -135,7 +135,7 @@ def run_on_ray(
 
 
 def run_offline(cluster: RayConfig, device: str, work: Callable[[], None]) -> None:
-    """Run a command without a training loop, as ``run_on_ray``; its ``error.log`` goes to Hydra's folder."""
+    """Run a command without a training loop, like ``run_on_ray``; write its ``error.log`` to Hydra's folder."""
     folder = HydraConfig.get().runtime.output_dir if HydraConfig.initialized() else os.getcwd()
     run_on_ray(cluster, device, Path(folder), lambda watch: work(), checked(lambda: LocalDisplay("off")))
 
@@ -241,7 +241,7 @@ def protect_token() -> None:
 
 
 def inherit_secrets(env_vars: dict[str, str]) -> None:
-    """Move secret variables of a runtime environment into that of this process, from which a local cluster inherits.
+    """Move secret variables of a runtime environment to this process's environment, which a local cluster inherits.
 
     Ray writes a runtime environment to its logs and to the command lines of processes, which everyone may read.
     """
@@ -265,7 +265,7 @@ def runtime_env(device: str, chosen: Mapping[str, Json], more: Mapping[str, str]
 
 
 def stop_ray(earlier: Set[psutil.Process], kill: bool = False) -> bool:
-    """Leave Ray, and end its processes if this process has started them; return whether Ray lets go of this process.
+    """Leave Ray, and end its processes if this process started them; return whether this process can exit normally.
 
     If the start was interrupted, Ray's processes are unknown: they are then all processes that were started since the
     ``earlier`` ones. They are killed with ``kill``, after ``SHUTDOWN_TIMEOUT_S``, or at another Ctrl-C.

@@ -85,7 +85,7 @@ class _Plan(NamedTuple):
 
 
 def _without_use_on_a_cpu() -> list[str]:
-    """Return packages that torch and vLLM import if they are there; Triton has no kernels for a CPU in most builds."""
+    """Return installed packages that torch and vLLM import but a CPU cannot use: Triton without a CPU backend."""
     spec = importlib.util.find_spec("triton")
     folders = (spec.submodule_search_locations or []) if spec is not None else []
     return ["triton"] if folders and not any(Path(folder, "backends/cpu").exists() for folder in folders) else []

@@ -71,7 +71,7 @@ def find_resume_folder(run: RunConfig) -> Path | None:
 
 
 def refuse_unnamed(root: Path) -> None:
-    """Refuse to start from scratch next to complete checkpoints that no tracker names, or if the named one is gone.
+    """Refuse to start from scratch if complete checkpoints exist that no tracker names, or if the named one is gone.
 
     Raises: WrongSetting naming the newest one, and the ways on.
     """
@@ -91,7 +91,7 @@ def refuse_unnamed(root: Path) -> None:
 
 
 def tell_replaced(root: Path, folder: Path | None) -> None:
-    """Name, in one line, the complete checkpoints under ``root`` beyond the one that the run resumes from."""
+    """Log one line with the complete checkpoints under ``root`` after the one that the run resumes from."""
     start = 0 if folder is None else step_of(folder)
     newer = [Path(path).name for path in find_complete_checkpoints(root, after_step=start)]
     if newer:
@@ -121,7 +121,7 @@ def name_start(root: Path, folder: Path | None) -> None:
 
 
 def tell_removed(folders: Sequence[Path]) -> None:
-    """Name, in one line, the partial checkpoints that a save has removed after it was complete."""
+    """Log one line with the partial checkpoints that a complete save has removed."""
     if folders:
         logger.warning("removed partial checkpoints that a killed run had left: %s", ", ".join(map(str, folders)))
 
@@ -223,7 +223,7 @@ def find_untrusted(folder: Path, run: RunConfig) -> list[str]:
 
 
 def find_misfits(folder: Path, run: RunConfig) -> list[str]:
-    """Return one sentence for each part of a checkpoint that is whole and that this run cannot read."""
+    """Return one sentence for each complete part of a checkpoint that this run cannot read."""
     problems = []
     shared = run.actor_rollout_ref
     critic = run.critic

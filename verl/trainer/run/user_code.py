@@ -182,7 +182,7 @@ def _answer(code: UserCode) -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    """Answer one request."""
+    """Answer one request for a check, in the child process."""
     die_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of the modules must not mix with the answer
@@ -218,7 +218,7 @@ def _sort(problem: _Problem | None, refused: list[str], notices: list[str]) -> N
 
 
 def _import_problem(place: str, name: str) -> _Problem | None:
-    """Return why a module cannot be imported; it is missing if its package, which can be, does not have it."""
+    """Return why a module cannot be imported; ``is_missing`` if its package can be imported but lacks it."""
     try:
         importlib.import_module(name)
     except BaseException as error:  # a module of the user may raise anything

@@ -1,4 +1,4 @@
-"""The variables that a run sets for its processes unless they are set; light, since a launch reads them first."""
+"""Default environment variables of a run's processes; the module is light, since a launch imports it first."""
 
 from collections.abc import Mapping
 
@@ -27,6 +27,6 @@ LOOPBACK_ENV_VARS = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VL
 
 
 def unset_variables(device: str, more: Mapping[str, str]) -> dict[str, str]:
-    """Return the defaults, and ``more`` of them, that the environment of this process leaves open."""
+    """Return the defaults, and those in ``more``, that this process's environment does not set."""
     defaults = RUNTIME_ENV_VARS | (CPU_ENV_VARS if device == "cpu" else {}) | dict(more)
     return {name: value for name, value in defaults.items() if envs.read(name) is None}

@@ -33,7 +33,7 @@ _RAY_PROCESSES = {"gcs_server": "Ray's GCS", "raylet": "Ray's raylet"}
 
 @dataclass
 class _Silence:
-    """Seconds for which a process has given no sign of life, and the most that it may."""
+    """The seconds since a process's last sign of life, and their limit."""
 
     process: WatchedProcess
     limit_s: float
@@ -76,7 +76,7 @@ class Watch:
 
     @contextmanager
     def question(self) -> Iterator[None]:
-        """Mark a call that Ray's GCS answers at once, if it lives."""
+        """Mark a call that Ray's GCS answers at once while it lives."""
         self._questions += 1
         try:
             yield
@@ -113,7 +113,7 @@ class Watch:
             self._folder.remove()
 
     def _wait_for(self, outcome: "Future[T]") -> LostProcessError | None:
-        """Wait until the outcome is there, or until it is lost; return the loss, with the error that it explains."""
+        """Wait for the outcome, or until a needed process is lost; return the loss with the error that it explains."""
         last = time.monotonic()
         while not wait([outcome], timeout=POLL_S).done:
             now = time.monotonic()
@@ -177,7 +177,7 @@ class Watch:
             time.sleep(POLL_S)
 
     def _count(self, silence: _Silence, elapsed_s: float, answers: bool) -> LostProcessError | None:
-        """Add to the silence of a process, and warn when it is long; return the loss when it is too long."""
+        """Update the silence of a process; warn if it is long, return the loss if it is too long."""
         silence.seconds = 0.0 if answers else silence.seconds + elapsed_s
         if silence.seconds < min(WARN_AFTER_S, silence.limit_s):
             return None

@@ -183,7 +183,7 @@ class CheckpointHandler:
         return folder
 
     def _position(self, folder: Path, step: int) -> State:
-        """Return the state of the loader that this rank wrote, or a rank that this one takes over from."""
+        """Return the loader's state of this rank, or of the rank that it replaces under another number of ranks."""
         ranks = self.engine.get_data_parallel_size()
         written = len(list(folder.glob(files.DATA_GLOB)))
         if _RANKS_KEY in self.run_state:

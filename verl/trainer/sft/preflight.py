@@ -114,7 +114,7 @@ def idle_sharing(run: SFTConfig, node: str) -> str | None:
 
 
 def holds_text_pairs(data: DictConfig) -> bool:
-    """Whether rows are a prompt and a response, as the tree ``sft_trainer`` has them, and not a conversation."""
+    """Whether rows are a prompt and a response, as in the tree ``sft_trainer``, and not a conversation."""
     return "prompt_key" in data and not (data.get("multiturn") or {}).get("enable", False)
 
 

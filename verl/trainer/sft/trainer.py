@@ -472,7 +472,7 @@ class SFTTrainer:
 
 
 def run_sft(config: DictConfig) -> None:
-    """Train by a composed configuration, alone or as one of the processes of torchrun; rank 0 owns the folder.
+    """Train with a composed configuration, alone or as a process of torchrun; rank 0 owns the output folder.
 
     Raises: SystemExit after a line on standard error if a signal ends the run.
     """

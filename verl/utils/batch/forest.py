@@ -29,7 +29,7 @@ class Neighbours:
     lengths: np.ndarray
 
     def own_tokens(self, min_shared: int = MIN_SHARED_TOKENS) -> np.ndarray:
-        """Return an upper bound of the tokens that each row adds to a forest with the row before it, (b,).
+        """Return an upper bound (b,) of the tokens that each row adds to a forest that ends with the row before it.
 
         A node ends less than ``min_shared`` tokens before the common beginning that it stands for.
         """
@@ -173,7 +173,7 @@ def forest_of(found: Neighbours, min_shared: int = MIN_SHARED_TOKENS) -> Forest:
 
 
 def _parts(shared: np.ndarray, node: _Node, min_shared: int) -> list[tuple[int, int]]:
-    """Cut the rows of a node where neighbours share too little beyond it; rows that end in it come alone."""
+    """Split the rows below a node where neighbours share too few further tokens; rows that end in it stay alone."""
     cuts = np.flatnonzero(shared[node.first + 1 : node.last] < node.stop + min_shared) + node.first + 1
     bounds = [node.first, *cuts.tolist(), node.last]
     return [(first, last) for first, last in zip(bounds, bounds[1:], strict=False) if first < last]

@@ -150,7 +150,7 @@ class ChatFormat:
         return self.special.start_length(self.decode(token_ids[-1:])) > 0
 
     def prove(self) -> None:
-        """Write conversations whole and in pieces, with tool calls if there are tools, and compare.
+        """Render test conversations as a whole and in pieces, with tool calls if there are tools, and compare both.
 
         Raises: ChatFormatError with both texts and the template's fault.
         """
@@ -196,7 +196,7 @@ class ChatFormat:
         )
 
     def marked_turn(self, history: Sequence[Message]) -> str:
-        """Return the text of messages up to the content of the last one, an assistant's turn."""
+        """Render messages up to the content of the last one, an assistant's turn."""
         mark = _unused_mark(history)
         return self.render([*history[:-1], marked(history[-1], mark)]).rpartition(mark)[0]
 
@@ -276,7 +276,7 @@ class ChatFormat:
             return list(self.processor(text=[text], add_special_tokens=False, **media)["input_ids"][0])
 
     def encode_after(self, before: str, text: str) -> list[int]:
-        """Return the tokens of a text after another; its own tokens if the other's last one would change."""
+        """Return the tokens of a text after a preceding text; encode it alone if both would merge."""
         ids = self.encode(before)
         both = self.encode(before + text)
         return both[len(ids) :] if both[: len(ids)] == ids else self.encode(text)

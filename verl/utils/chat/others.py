@@ -27,7 +27,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class ControlTexts:
-    """The texts that a tokenizer takes for control tokens: all added tokens but blanks, also unspecial ones.
+    """The texts that a tokenizer reads as control tokens: all added tokens except blanks, special or not.
 
     Of single characters only the special ones count: others are letters that a vocabulary has been given.
     """

@@ -1,4 +1,4 @@
-"""Cut a written conversation into the pieces in which a rollout would have made it."""
+"""Cut a recorded conversation into the pieces in which a rollout would have produced it."""
 
 import os
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ def written_turn(chat: ChatFormat, messages: Sequence[Message]) -> list[int]:
 
 
 def header_that_ends_turns(chat: ChatFormat) -> str | None:
-    """Return the token that ends an answer in formats where the next turn's header ends a turn; None in others.
+    """Return the token that ends an answer in formats whose turns end with the next turn's header; None in others.
 
     It is the header of the user's turn, and the model samples it to end its own.
     """
@@ -96,7 +96,7 @@ def header_that_ends_turns(chat: ChatFormat) -> str | None:
 
 
 def _boundary(chat: ChatFormat, history: Sequence[Message]) -> Boundary:
-    """Return the boundary after the last message, an assistant's turn, as its answer would come."""
+    """Return the boundary after the last message, an assistant's turn, as the model would write it."""
     calls = history[-1].get("tool_calls", ())  # some templates end a turn of calls otherwise
     answers = [
         {"role": "tool", "name": call["function"]["name"], "tool_call_id": call.get("id"), "content": "a"}
@@ -138,7 +138,7 @@ def _given(chat: ChatFormat, messages: Sequence[Message], start: int, stop: int,
 
 
 def _turn_start(chat: ChatFormat, history: Sequence[Message], alone: str) -> tuple[int, int]:
-    """Return where the last turn starts in ``alone``, the text that it ends, and the surplus of its prompt.
+    """Return the start of the last turn in the text ``alone``, which it ends, and the surplus of its prompt.
 
     The surplus is the part of the generation prompt that the template does not write before the turn, such as the
     opening of a thought.

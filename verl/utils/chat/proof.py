@@ -37,7 +37,7 @@ class Writes(Protocol):
 
 
 def prove_pieces(chat: Writes) -> None:
-    """Compare pieces with the whole for base conversations: empty texts, unicode, tool calls if there are tools.
+    """Compare pieces with the whole rendering of test conversations: empty texts, unicode, and tool calls if any.
 
     Raises: ChatFormatError with the template's fault.
     """
@@ -52,7 +52,7 @@ def prove_pieces(chat: Writes) -> None:
 
 
 def _prove_others(chat: Writes) -> None:
-    """Compare a question of control texts with one that has none: both must have the template's control tokens only."""
+    """Compare a question made of control texts with a plain one: both must have only the template's control tokens."""
     texts = (chat.control.cut("".join(chat.control.texts)), "a")
     written = [chat.encode(chat.render([{"role": "user", "content": text}], True)) for text in texts]
     found, usual = map(chat.control.count, written)

@@ -176,7 +176,7 @@ class BaseCheckpointManager(ABC):
         """Return the values of the model's configuration that its forward reads, by dotted name."""
 
     def other_model(self, folder: Path) -> str | None:
-        """Return how the model differs in such values from that of a checkpoint; None if it does not."""
+        """Return how the model differs from a checkpoint's in values that no weight shows; None if it does not."""
         layout = json.loads(files.layout_file(folder).read_text(encoding="utf-8"))
         # Older checkpoints do not hold the values.
         return fields_problem(layout[FIELDS_KEY], self.model_fields()) if FIELDS_KEY in layout else None
@@ -227,7 +227,7 @@ class BaseCheckpointManager(ABC):
             raise WrongInput(f"checkpoint.{key} names the optimizer, but this model has none: write [model]")
 
     def stop_on(self, path: str, problems: list[str]) -> None:
-        """Stop all ranks if one of them has a problem; collective.
+        """Raise an error on all ranks if one of them has a problem; collective.
 
         Raises: CheckpointError with the problems and the checkpoint to use instead.
         """

@@ -174,7 +174,7 @@ class Manifest:
 
 @contextmanager
 def reading(name: StrPath, hint: str = "") -> Iterator[None]:
-    """Raise CheckpointErrors that name a JSON file if it is missing or lacks an entry that the caller reads."""
+    """Raise CheckpointErrors that name a JSON file, if it is missing or lacks an entry that the block reads."""
     try:
         yield
     except FileNotFoundError:
@@ -374,7 +374,7 @@ def remove_tracker(root_path: StrPath) -> None:
 
 
 def make_folder(folder: StrPath) -> None:
-    """Make a folder. Rename a file or dangling link that stands at its path or at the path of its step.
+    """Make a folder. Rename a file or dangling link at its path or at the path of its step.
 
     Several processes may do so at once.
     """
@@ -519,7 +519,7 @@ def _warn_once(text: str) -> None:
 
 
 def remove_unfinished(folder: StrPath, name: str = "*") -> None:
-    """Remove the files and folders, of any or of one name, that killed processes were writing in a folder."""
+    """Remove unfinished files and folders of killed processes from a folder, of any name or of one."""
     for left in Path(folder).glob(f".{name}.*{UNFINISHED}"):
         is_folder = left.is_dir() and not left.is_symlink()
         with suppress(OSError), _handle_of(left, os.O_DIRECTORY if is_folder else os.O_RDWR | os.O_NONBLOCK) as handle:

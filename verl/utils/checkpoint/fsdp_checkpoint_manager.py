@@ -173,7 +173,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             self._load_extra(local_path, states["extra"])
 
     def _settle(self, local_path: str, saved: list[Settings]) -> None:
-        """Choose between the settings of the checkpoint, which are loaded, and those of this run."""
+        """Choose between the loaded settings of the checkpoint and those of this run."""
         assert self.optimizer is not None
         if self.rank == 0:
             warn_of_changes(local_path, saved, self.settings, self.keeps_settings)
@@ -183,7 +183,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
             apply_settings(self.optimizer.param_groups, saved, self.settings)
 
     def _settle_schedule(self, local_path: str, saved: Settings) -> None:
-        """Choose between the schedule of the checkpoint and that of this run, which is the one in use."""
+        """Choose between the schedule of the checkpoint and the present one of this run."""
         assert self.schedule is not None and isinstance(self.lr_scheduler, LambdaLR)
         if self.rank == 0:
             warn_of_changes(local_path, [saved], [self.schedule], self.keeps_settings)
@@ -230,7 +230,7 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _placements(value: Tensor) -> tuple[Placement, ...] | None:
-    """Return how ranks share a tensor; None if one has all of it."""
+    """Return how a tensor is placed on the ranks; None if a rank has all of it."""
     return value.placements if isinstance(value, DTensor) and value.device_mesh.size() > 1 else None
 
 

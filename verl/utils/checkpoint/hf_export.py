@@ -85,7 +85,7 @@ class SourceFiles:
         return fields if dtype is None else with_dtype(fields, dtype)
 
     def read_tokenizer(self, processing_class: Any) -> "PreTrainedTokenizerBase | None":
-        """Read the source's tokenizer again; None if there is none, or if a user's code has given the other tokens."""
+        """Read the source model's tokenizer again; None if there is none or user code has replaced it."""
         from verl.utils.tokenizer import hf_tokenizer
 
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -98,7 +98,7 @@ class SourceFiles:
 
 
 def _changes(before: Mapping[str, Json], after: Mapping[str, Json], kept: frozenset[str]) -> Fields:
-    """Return the fields that differ, but for those to keep; nodes are compared within."""
+    """Return the fields that differ, except those to keep; nested nodes are compared by field."""
     changes: Fields = {}
     for name, value in after.items():
         old = before.get(name)
@@ -111,7 +111,7 @@ def _changes(before: Mapping[str, Json], after: Mapping[str, Json], kept: frozen
 
 
 def _merged(fields: Mapping[str, Json], changes: Mapping[str, Json], whole: Mapping[str, Json]) -> Fields:
-    """Return the fields of a file with changes; nodes that the file lacks come from ``whole``."""
+    """Apply changes to the fields of a file; take nodes that the file lacks from ``whole``."""
     result = dict(fields)
     for name, value in changes.items():
         inner = fields.get(name)
@@ -138,7 +138,7 @@ def with_dtype(fields: Mapping[str, Json], dtype: torch.dtype) -> Fields:
 
 
 def write_fields(folder: Path, fields: Mapping[str, Json]) -> None:
-    """Write a ``config.json`` in the place of the one before, if there is one, with its permissions."""
+    """Write a ``config.json``; if it replaces a file, keep that file's permissions."""
     path = folder / CONFIG_FILE
     unfinished = folder / f".{CONFIG_FILE}"
     unfinished.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

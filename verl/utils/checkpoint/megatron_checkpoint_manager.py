@@ -340,7 +340,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
         return self.lr_scheduler.state_dict() | {name: live[name] for name in _UNSAVED if name in live}
 
     def _follow_settings(self, own: list[State]) -> None:
-        """Set betas and learning rate limits of the parameter groups, unless those of the checkpoint are kept.
+        """Set betas and learning-rate limits of the parameter groups, unless the checkpoint's are kept.
 
         The checkpoint restores the values that it was saved with. Megatron-Core would train with these and report the
         learning rate of the schedule. ``own`` are the values before the load.
@@ -357,7 +357,7 @@ class MegatronCheckpointManager(BaseCheckpointManager):
 
 
 def _of_group(group: State) -> Settings:
-    """Return the settings of a parameter group that its schedule does not decide."""
+    """Return the settings of a parameter group that do not follow a schedule: betas and eps."""
     return {"betas": tuple(group["betas"]), "override_optimizer_config.adam_eps": group["eps"]}
 
 

@@ -81,7 +81,7 @@ def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, J
 
 
 def _unread_in(node: Mapping[str, Json]) -> set[str]:
-    """Return the fields of a node that are not read because of others in it."""
+    """Return the fields of a node that have no effect because of its other fields."""
     unread = {name for name in _OF_SHAPES if node.get(name) is None}
     if set(_rope_types([node.get(name) for name in _ROPES])) <= set(_UNLIMITED_ROPES):
         unread.add(_POSITIONS)

@@ -23,7 +23,7 @@ _NUMBERS = ("weight_decay", "eps", "momentum")
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[Settings]:
-    """Return the settings of each parameter group: the base learning rate, and the group's other ones."""
+    """Return the settings of each parameter group: the base learning rate and the other settings."""
     found: list[Settings] = []
     for group in groups:
         settings: Settings = {"lr": float(group["initial_lr"] if "initial_lr" in group else group["lr"])}
@@ -73,7 +73,7 @@ def warn_of_changes(path: str, saved: Sequence[Settings], own: Sequence[Settings
 
 
 def apply_settings(groups: Sequence[dict[str, Any]], saved: Sequence[Settings], own: Sequence[Settings]) -> None:
-    """Give parameter groups, as they were loaded, the own settings that differ from the checkpoint's."""
+    """Set this run's settings in loaded parameter groups, where they differ from the checkpoint's."""
     for group, theirs, changed in zip(groups, saved, changed_settings(saved, own), strict=True):
         for key, value in changed.items():
             if key != "lr":

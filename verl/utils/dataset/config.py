@@ -176,7 +176,7 @@ def _as_list(files: str | list[str] | None) -> list[str]:
 
 
 def order_problem(saved: str | None, own: str) -> str | None:
-    """Return the reason why a run cannot go on in the order that ``saved`` names; None if it can, or if none was saved.
+    """Return why a run cannot continue in the saved order of the data; None if it can, or if none was saved.
 
     Two samplers of the user may read each other's state.
     """

@@ -127,7 +127,7 @@ def has_state(learner: T) -> TypeGuard[HasState]:
 
 
 def warn_of_lost_state(sampler: Sampler[int], dataset: T) -> None:
-    """Warn once of a user's sampler or data set that a resumed run starts from scratch: it cannot save its state."""
+    """Warn once that a user's sampler or data set starts from scratch in a resumed run: it cannot save its state."""
     starts_anew = "has no state_dict and load_state_dict: a resumed run starts it from scratch"
     standard = isinstance(sampler, SequentialSampler | SeededRandomSampler)
     if not standard and not has_state(sampler) and not has_state(iter(sampler)):
@@ -242,7 +242,7 @@ class SeededRandomSampler(Sampler[int]):
 
 
 class SeededRandomIterator(Iterator[int]):
-    """Iterate over one epoch, which has the rows that the data set had when it began.
+    """Iterate over one epoch, which has the rows of the data set at its start.
 
     The epoch is chosen at the first row, not at construction: loaders create iterators that they never use.
     """
@@ -275,7 +275,7 @@ class SeededRandomIterator(Iterator[int]):
         return self.order[self.position - 1]
 
     def state_dict(self) -> dict[str, int]:
-        """Return seed, epoch and its rows, how many of them each replica has read, and the number of replicas."""
+        """Return seed, epoch, number of rows in the epoch, rows read by each replica, and number of replicas."""
         epoch = self.sampler.next_epoch if self.epoch is None else self.epoch
         state = {"seed": self.sampler.seed, "epoch": epoch, "position": self.position, "num_rows": self.num_rows}
         return state | {"num_replicas": self.sampler.num_replicas}

@@ -197,7 +197,7 @@ def _json_row(number: int, line: str) -> Row:
 
 
 def written_rows(table: pa.Table) -> list[Row]:
-    """Return the rows of a table as their author wrote them; a column that a row lacks is None."""
+    """Return the rows of a table without the null fields that Arrow adds to dicts; a missing column is None."""
     return [written_row(row, table.schema) for row in table.to_pylist()]
 
 
@@ -280,7 +280,7 @@ def first_rows(tables: list[pa.Table], most: int) -> list[pa.Table]:
 
 
 def rows_digest(tables: Iterable[pa.Table], kept: np.ndarray | None = None) -> str:
-    """Return a digest of the rows in their order, whatever row groups the files have; ``kept`` are those in use."""
+    """Return a digest of the rows in order, independent of the files' row groups; ``kept`` are the rows in use."""
     digest = _Digest()
     for table in tables:
         with pa.ipc.new_stream(pa.PythonFile(digest, "w"), table.schema) as stream:
@@ -309,7 +309,7 @@ class _Digest:
 
 
 def place_of(row: int, ends: np.ndarray) -> tuple[int, int]:
-    """Return the file of a row of joined files, and its row there; ``ends`` are the summed row counts of the files."""
+    """Return the file of a row of joined files, and its index there; ``ends`` are the cumulative row counts."""
     file = int(np.searchsorted(ends, row, side="right"))
     return file, row - (int(ends[file - 1]) if file else 0)
 
@@ -617,7 +617,7 @@ def _media_counts(check: ColumnCheck, name: str, key: str) -> np.ndarray:
 
 
 def _check_markers(check: ColumnCheck, kind: str, name: str | None, kinds: Collection[str], prompt_key: str) -> None:
-    """Reject rows that show media of a kind, and no column ``name`` holds them; without a name, markers are text."""
+    """Reject rows with markers of a medium that column ``name`` does not hold; without a name, markers are text."""
     places = _count_places(check.column(prompt_key), kind, markers=name is not None and kind in kinds)
     if not places.any():
         return

@@ -142,7 +142,7 @@ class RawSet:
 
 @contextmanager
 def _no_log_of_the_library() -> Iterator[None]:
-    """Keep the library from logging why it cannot read a file: it raises the same, and our error says it."""
+    """Silence the datasets library when it cannot read a file: it also raises the reason, which is shown."""
     before = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:

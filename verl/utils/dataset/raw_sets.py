@@ -142,7 +142,7 @@ def _competition(rng: random.Random) -> Row:
 
 
 def competition_set(hub_name: str) -> RawSet:
-    """Return a set of this kind, which has one split."""
+    """Return the raw set of competition problems with this hub name, which has one split."""
     columns = ("data_source", "prompt", "ability", "reward_model", "extra_info")
     return RawSet(hub_name, columns, _competition, splits=("train",))
 

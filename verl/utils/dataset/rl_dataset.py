@@ -176,7 +176,7 @@ class RLHFDataset(Dataset[Row]):
         return "_dataframe" in self.__dict__
 
     def read_table(self, path: str) -> pa.Table:
-        """Return the rows of a file; a class that reads other forms overrides it."""
+        """Return the rows of a file; override this method to read other formats."""
         return files.read_parquet(path)
 
     def check_rows(self, check: ColumnCheck) -> None:
@@ -356,7 +356,7 @@ class RLHFDataset(Dataset[Row]):
 
 @dataclass(frozen=True)
 class _WrittenColumns:
-    """The form in which rows leave a table; it is sent to the processes that count tokens."""
+    """The conversion of table rows to Python rows, which is sent to the processes that count tokens."""
 
     schema: pa.Schema
 

@@ -183,7 +183,7 @@ def _check_bytes(num_bytes: int, media: MediaConfig) -> None:
 
 
 def _decoded(url: str, media: MediaConfig) -> bytes:
-    """Return the content of an address that holds it. Raises: MediaError."""
+    """Return the content of a ``data:`` URL. Raises: MediaError."""
     _check_bytes(len(url) * 3 // 4, media)
     try:
         return base64.b64decode(url.partition("base64,")[2])
@@ -349,7 +349,7 @@ _LARGEST_WISH = 1e12
 
 
 def _described(video: Described) -> Row:
-    """Return a video and the numbers that are given with it.
+    """Return a video and the numbers in its dict, such as its frame rate.
 
     Raises: VideoFormError when it is no dict with ``video``; MediaError when a value is no number.
     """
@@ -458,7 +458,7 @@ def templater_of(tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin |
 
 
 def kinds_of(processor: ProcessorMixin | None) -> tuple[str, ...]:
-    """Return the kinds of media that a processor takes; also videos, if only torchvision lacks for them."""
+    """Return the kinds of media that a processor supports; videos count even if their only obstacle is torchvision."""
     if processor is None:
         return ()
     takes = {

@@ -1,4 +1,4 @@
-"""Patch of torch: gloo process groups run collectives in one thread, because two corrupt the heap of the process.
+"""Patch of torch: gloo groups run collectives in one thread, because two threads corrupt the heap of the process.
 
 The bug is in ``c10d::ProcessGroupGloo::runLoop`` of torch 2.13.0 and 2.14.1. After a collective, each thread of a
 group assigns the collective's name to one ``std::string`` of the group (``lastCompletedWorkName``) without holding the

@@ -81,7 +81,7 @@ def ask(folder: str, command: list[str]) -> bool:
 
 
 def main(folder: str, command: list[str]) -> None:
-    """Leave the command to the server, or become it."""
+    """Let the server run the command, or execute it in this process."""
     try:
         is_started = ask(folder, command)
     except (OSError, ValueError):  # no server, or one that has ended: a process may always start by itself

@@ -64,7 +64,7 @@ def load(names: Sequence[str]) -> None:
 
 
 def keep_shared() -> None:
-    """Hide all objects from the garbage collector: it writes to each object, and so copies pages that forks share."""
+    """Hide all objects from the garbage collector, which would write to them and so copy pages that forks share."""
     gc.collect(0)  # imports leave some garbage among new objects and next to none among older ones
     gc.freeze()
 
@@ -132,7 +132,7 @@ def has_threads() -> bool:
 
 
 def deciding(environment: Mapping[str, str], of_ray: bool) -> dict[str, str]:
-    """Return the variables that a module may read while it is imported: those of Ray, or all others."""
+    """Return the variables that imports may depend on: those of Ray, or all others."""
     return {
         name: value
         for name, value in environment.items()
@@ -174,7 +174,7 @@ class Request(NamedTuple):
 
 
 class Server(MetaPathFinder):
-    """Answers the requests at a socket; until it is split, the first of those at several.
+    """Answers the requests at a socket; before the split it answers the first request at any of several sockets.
 
     Ray reads some variables only once, while it is imported, and among them are the process id of the raylet and the
     number of the job. So the import of ray, wherever it comes, waits for the first request, which has them.

@@ -1,4 +1,4 @@
-"""Start the fork server in the launching process, and let a local cluster start its workers by it."""
+"""Start the fork server in the launching process, and let a local cluster start its workers through it."""
 
 import glob
 import json

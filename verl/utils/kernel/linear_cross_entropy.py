@@ -172,7 +172,7 @@ class _KeptOfSum(Kept, Protocol):
 
 
 class _SumGradients(torch.autograd.Function):
-    """The identity, whose gradient is that of all ranks together."""
+    """The identity, whose backward pass sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: _KeptOfSum, hidden: Tensor, group: ProcessGroup) -> Tensor:

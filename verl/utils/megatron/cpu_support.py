@@ -32,7 +32,7 @@ Option = torch.device | torch.dtype | torch.memory_format | str | int | None
 
 
 def install() -> bool:
-    """Prepare Megatron-Core, and return whether for the CPU; on an accelerator it keeps its devices.
+    """Prepare Megatron-Core for this machine; return whether it is prepared for the CPU.
 
     Call it before the first import from ``megatron``. Modules that are already imported are patched as well.
     """

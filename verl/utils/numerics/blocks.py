@@ -60,7 +60,7 @@ def _split(rows: int, weight: Tensor, bias: Tensor | None, product: Product) -> 
 
 
 def _gives_same_bits(size: int, weight: Tensor, bias: Tensor | None, product: Product) -> bool:
-    """Return whether a product of ``size`` rows has the bits of one on blocks of 16, as found at the first use.
+    """Return whether a product of ``size`` rows is bitwise equal to the product on blocks of 16; tested at first use.
 
     The kernel depends on sizes and layout, not on values, and another order of additions changes some of thousands of
     sums. A weight that shows no difference (one of zeros) proves nothing, and is tried again later.

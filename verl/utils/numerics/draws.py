@@ -48,7 +48,7 @@ def keep_likely(probabilities: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tens
 
 
 def log_probs_within(log_probs: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
-    """Return log-probabilities (N, V) that are, in ``rows``, those among the tokens whose ``kept`` (N, V) is not 0."""
+    """Renormalise log-probabilities (N, V) of the given ``rows`` over the tokens whose ``kept`` (N, V) is not 0."""
     part = log_probs[rows].masked_fill(kept[rows] == 0, -torch.inf)
     return log_probs.index_copy(0, rows, part - part.logsumexp(dim=-1, keepdim=True))
 

@@ -30,7 +30,7 @@ class _KeptOfEntropy(Kept, Protocol):
 
 
 class _Entropy(torch.autograd.Function):
-    """Compute the gradient with the entropy on a CPU, and keep the logits for it elsewhere.
+    """Entropy as an autograd function; on a CPU the forward computes the gradient, elsewhere it keeps the logits.
 
     With d = (z - max z) / ln 2, s = sum 2^d and t = sum 2^d d over a row: H = ln 2 (log2 s - t / s), a sum of two terms
     that are not negative, and dH / dz = -p (log p + H) = -ln 2 / s * (2^d d - 2^d t / s). ``exp2`` takes a third of the

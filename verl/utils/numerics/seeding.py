@@ -70,7 +70,7 @@ def sampling_seeds(
 
 @dataclass
 class RequestSeeds:
-    """Seeds for requests that come without any, as a fork's own loop sends them.
+    """Seeds for requests without a seed, which the training loop of a user's fork may send.
 
     A seed depends only on the run, the step and the place of the request among all of the step, not on the number of
     processes that share them. A resumed run thus samples what the run before it would have sampled.

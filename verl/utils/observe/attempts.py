@@ -47,7 +47,7 @@ class AttemptsRecord:
     """Appends attempts to the account of a run; a run without agent loops has no such file."""
 
     def __init__(self, folder: str | Path, resumed_step: int | None) -> None:
-        """Continue the account after ``resumed_step``, whose later lines the run repeats; None starts a new one.
+        """Continue the log after ``resumed_step``, dropping later lines; None starts a new log.
 
         A new account keeps those that it replaces, as a record of metrics does.
         """

@@ -63,7 +63,7 @@ def place_of(name: str) -> str:
 
 @functools.cache
 def let_no_stream_fail() -> None:
-    """Give this process the standard streams that it lacks, and let it end with its own code if one cannot be written.
+    """Open missing standard streams, and keep the exit code if a stream cannot be written at the end.
 
     Python flushes both at the end, and if that fails it ends with code 120.
     """

@@ -72,7 +72,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def takes(cls, sample: int | str | None, step: int | None, validate: bool) -> bool:
-        """Whether a sample of a step is traced: because it was before, or because the limit allows one more."""
+        """Whether a sample of a step is traced: it already was, or the limit allows one more."""
         if cls._most_samples is None:
             return True
         if (step, validate) not in cls._samples:

@@ -247,7 +247,7 @@ def chrome_trace(parts: Sequence[Part], clock: Clock, step: int) -> Trace:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[list[Span]]:
-    """Distribute spans over as few tracks as it takes for the spans of a track to be nested or one after the other.
+    """Distribute spans over as few tracks as possible, so that spans of a track are nested or follow one another.
 
     A group that nests has one track, to which other groups come after it has ended.
     """

@@ -434,8 +434,8 @@ class Tracking:
     def log(self, data: Metrics, step: int, backend: str | list[str] | None = None) -> None:
         """Send the metrics of a step to all backends, or only to the named ``backend``.
 
-        A failing backend causes a warning and does not end the run: the run's record holds the metrics too. One that
-        takes long to fail gets no metrics for ten times as long.
+        A failing backend causes a warning and does not end the run, since the run's record holds the metrics too. A
+        backend that takes a time t to fail gets no metrics for 10 t.
         """
         wanted = self.logger if backend is None else [backend] if isinstance(backend, str) else backend
         for name, instance in self.logger.items():

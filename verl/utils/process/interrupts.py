@@ -1,4 +1,4 @@
-"""Signals that end a run: none is lost or counted twice, whatever the main thread does when it comes.
+"""Signals that end a run: none is lost or counted twice, whatever the main thread does at that moment.
 
 Python turns Ctrl-C into a KeyboardInterrupt wherever the main thread is. In a function that C code calls back, such
 as a hook of a fork or of garbage, it is printed as "Exception ignored", and the program goes on. In the hook that
@@ -91,7 +91,7 @@ def ignore_signals() -> None:
 
 @contextmanager
 def going_on(begin: Callable[[], bool]) -> Iterator[None]:
-    """Ask ``begin`` at each SIGTERM in the block whether the run goes on, to save, instead of being interrupted."""
+    """At each SIGTERM in the block, ask ``begin`` whether the run continues in order to save; else interrupt it."""
     global _goes_on
     _goes_on = begin
     try:
@@ -106,7 +106,7 @@ def signal_of_the_end() -> int:
 
 
 def count_of_signals() -> int:
-    """Return how many signals have come that end this process."""
+    """Return the number of received signals that end this process."""
     return _count
 
 
@@ -153,7 +153,7 @@ def _begin_child() -> None:
 
 
 def _report(unraisable: Any) -> None:
-    """Report an exception that nobody can catch, unless it is an interruption, which comes again."""
+    """Report an exception that nobody can catch, unless it is an interruption, which is raised again later."""
     global _count, _raised_s
     if unraisable.exc_type is KeyboardInterrupt:
         _count = _count - 1

@@ -1,4 +1,4 @@
-"""Start processes, see whether they live and how they ended, and end them, also with this one."""
+"""Start processes, watch whether they live and how they end, and end them, at the latest with this process."""
 
 import ctypes
 import fcntl
@@ -114,7 +114,7 @@ def end_with_this_process(processes: Iterable[psutil.Process], folders: Iterable
 
 @contextmanager
 def guarded_group() -> Iterator[int]:
-    """Kill the processes that the block starts in the group that it yields if it fails, or if this process ends in it.
+    """Yield a process group; kill its processes if the block fails, or if this process ends within the block.
 
     These processes may start further ones, which cannot all be listed, so the whole group is killed. A separate group
     gets no signal of the terminal, nor one that a scheduler sends to the group of this process.
@@ -149,7 +149,7 @@ def _start_guard(processes: Iterable[int], words: Sequence[str], **options: Any)
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this machine the kernel has killed for lack of memory; None if it does not tell."""
+    """Return the number of processes that the kernel has killed for lack of memory; None if it does not tell."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="utf-8").splitlines():
             if line.startswith("oom_kill "):

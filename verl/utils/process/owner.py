@@ -174,7 +174,7 @@ class Ownership:
                 self.take(key, folder, file)
 
     def take(self, key: str, value: str, file: Path) -> None:
-        """Take the output that the user named by ``key=value``; ``file`` guards it.
+        """Take ownership of the output that the user named by ``key=value``; ``file`` is its lock file.
 
         Raises: ConfigError if another run owns it, or may own it, or if the file cannot be written.
         """

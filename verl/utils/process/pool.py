@@ -327,7 +327,7 @@ class DeadlinePool:
             self._workers.append(self._start())
 
     def _remove_done(self, waiting: deque[int]) -> None:
-        """Remove processes that were killed, or that ended between two calls; others get the calls that they held."""
+        """Remove processes that were killed or ended between two calls; pass their calls to other processes."""
         for worker in [each for each in self._workers if each.is_done()]:
             waiting.extendleft(reversed(worker.calls))
             self._workers.remove(worker)

@@ -92,7 +92,7 @@ def time_limit(seconds: float) -> "_Limit":
 
 
 class _Limit:
-    """The time limit of one body.
+    """The time limit of one body of code.
 
     Attributes: ``is_armed`` while the body may be interrupted; ``is_exceeded`` from its deadline on; ``interrupted``
         whether Ctrl-C was pressed during the body.
@@ -154,7 +154,7 @@ class _Limit:
 
 
 def _set_exception(thread: int) -> None:
-    """Let a thread raise ``TimeLimitExceeded`` at its next function call or loop; one at most waits to be raised."""
+    """Let a thread raise ``TimeLimitExceeded`` at its next function call or loop, unless one is already pending."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeLimitExceeded))
 
 

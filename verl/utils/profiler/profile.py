@@ -134,7 +134,7 @@ class DistProfiler:
 
 
 def _drop(result: T) -> None:
-    """Ignore the result of a task: no profiler needs it."""
+    """Do nothing with the result of a task, since there is no profiler."""
 
 
 _NOTHING = nullcontext(_drop)

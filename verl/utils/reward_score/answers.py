@@ -138,7 +138,7 @@ def _read_named(sides: Sequence[Sequence[str]], relations: Sequence[str], depth:
 
 
 def _list(kind: str, parts: tuple[Tree, ...]) -> Tree:
-    """Return a list; ``x = 1, x = 2`` is one name with two values."""
+    """Build a list of values; ``x = 1, x = 2`` is one name with two values."""
     if all(part.kind == "named" for part in parts) and len({part.text for part in parts}) == 1:
         return Tree("named", parts[0].text, (Tree("or", "", tuple(part.parts[0] for part in parts)),))
     return Tree(kind, "", parts)
@@ -278,7 +278,7 @@ def _turned(relations: Sequence[str]) -> list[str]:
 
 
 def _same_relations(one: Tree, other: Tree, judge: Judge) -> bool:
-    """Compare relations side by side, also read from the right, and equations also with all terms on one side."""
+    """Compare relations side by side, also reversed; compare equations also with all terms moved to one side."""
     readings = [(other.text, other.parts), (" ".join(_turned(other.text.split())), other.parts[::-1])]
     if any(
         one.text == relations and all(_same(a, b, judge) for a, b in zip(one.parts, parts, strict=True))

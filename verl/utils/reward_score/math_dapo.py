@@ -54,7 +54,7 @@ def verify(
 
 
 def _without_sum(answer: str, truth: str) -> str:
-    """Return 25 for ``m + n = 25`` if the truth is a number: AIME asks for such sums."""
+    """Reduce ``m + n = 25`` to 25 if the ground truth is a number, because AIME asks for such sums."""
     first, *rest = answer.split("=")
     is_sum = len(set(_LETTER.findall(first))) > 1 and _SUM.search(first) and not any(map(_LETTER.search, rest))
     is_number = rational(normal_form(tokenize(truth))) is not None

@@ -1,4 +1,4 @@
-"""Count the time of programs, so that a busy machine takes none of it.
+"""Measure the time of programs such that a busy machine does not count against them.
 
 A program uses up time while it computes, and while it sleeps or blocks. Time in which it waits for a core does not
 count. This module uses the standard library only, because the supervisor loads this file without the package.
@@ -90,7 +90,7 @@ class Clock:
 
 
 class _Group:
-    """Processes of which usually one thread at a time computes."""
+    """Processes of which usually only one thread computes at a time."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
@@ -122,7 +122,7 @@ class _Group:
         return max(awake_ns / 1e9, min(used_s, now - last))
 
     def open_wait_s(self, now: float) -> float:
-        """Return how long a thread that now wants a core may have waited for it."""
+        """Return how long a thread that waits for a core may have been waiting."""
         return max((now - since for task, (_, since) in self._tasks.items() if _is_runnable(task)), default=0.0)
 
 

@@ -75,7 +75,7 @@ def second_core() -> FilePermits:
 
 
 def may_try_again() -> bool:
-    """Take one of the second tries that are left; return whether there was one."""
+    """Use up one of the remaining second tries; return whether there was one."""
     folder = second_core().folder
     os.makedirs(folder, mode=0o700, exist_ok=True)
     with open(os.path.join(folder, "tries"), "a+", encoding="ascii") as file:

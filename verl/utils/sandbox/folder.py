@@ -72,7 +72,7 @@ def empty_folder(folder: str) -> None:
 
 
 def _go(handle: int, name: str) -> int:
-    """Return a descriptor of a folder next to an open one, which it closes."""
+    """Open a folder relative to an open one, and close the latter."""
     reached = os.open(name, os.O_DIRECTORY, dir_fd=handle)
     os.close(handle)
     return reached

@@ -110,7 +110,7 @@ def _shut_later(sockets: list[socket.socket], seconds: float) -> Iterator[None]:
 
 
 def _connected(host: str, port: int, media: MediaConfig, end: float) -> socket.socket:
-    """Connect to a name, whose addresses must all be public unless the configuration says otherwise."""
+    """Connect to a host name, whose addresses must all be public unless the configuration allows others."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     _check_public(host, [each[4][0] for each in found], media)
     failure: OSError | None = None
@@ -129,7 +129,7 @@ def _check_public(host: str, addresses: Sequence[str | int], media: MediaConfig)
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is reached through the internet, not in this machine, its network, or by a tunnel there."""
+    """Whether an address is in the public internet, not on this machine, in its network, or behind a tunnel to it."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
         if inner is None and (address in _NAT64 or int(address) < 1 << 32):

@@ -22,7 +22,7 @@ class MediaConfig(BaseConfig):
     any_address: bool = setting(False, "rows may name private addresses, and tools any address")
 
     def rules(self) -> Iterator[Violation]:
-        """Yield formats that start another program."""
+        """Yield image formats whose decoder starts another program."""
         if refused := PROGRAM_FORMATS & {name.upper() for name in self.image_formats}:
             yield Violation("image_formats", self.image_formats, f"must not have {min(refused)}: it starts a program")
 

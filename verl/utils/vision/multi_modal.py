@@ -70,7 +70,7 @@ def share(columns: Columns) -> None:
 
 
 def replace_inputs(columns: Columns, rows: np.ndarray) -> None:
-    """Put other ``multi_modal_inputs`` into the rows for which ``rows`` has any; None keeps those of the data set."""
+    """Replace ``multi_modal_inputs`` of the rows for which ``rows`` has an entry; None keeps the data set's inputs."""
     new = {"multi_modal_inputs": rows}
     share(new)
     old = columns.get("multi_modal_inputs", [None] * len(rows))

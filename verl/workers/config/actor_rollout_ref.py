@@ -84,7 +84,7 @@ class ActorRolloutRefConfig(BaseConfig):
 
     @property
     def engine_mode(self) -> str:
-        """The mode of the rollout's engines: ``rollout.mode``, or ``standalone`` if they have their own devices."""
+        """The mode of the rollout engines: ``rollout.mode``, or ``standalone`` if they have separate devices."""
         return self.rollout.mode if self.hybrid_engine else STANDALONE
 
     @property

@@ -95,7 +95,7 @@ class Loaded(Generic[T]):
 
 
 def _local(key: str) -> Callable[["HFModelConfig"], str]:
-    """Return the loader of the local folder that ``key`` names, or of ``path`` if it names none."""
+    """Return the loader of the local folder for ``key``, or for ``path`` if ``key`` is null."""
 
     def load(config: "HFModelConfig") -> str:
         from verl.utils.fs import copy_to_local
@@ -287,7 +287,7 @@ class HFModelConfig(BaseModelConfig):
         return config_changes(base.to_dict(), _changed_config(self, base).to_dict())
 
     def source_files(self) -> "SourceFiles | None":
-        """Return the files that a checkpoint copies, except those that the run changes; None if they are not local."""
+        """Return the model's files that a checkpoint copies, without changed ones; None if they are not local."""
         from verl.utils.checkpoint.hf_export import SourceFiles
 
         folders = [cached_folder(path) for path in (self.local_hf_config_path, self.local_tokenizer_path)]
@@ -302,7 +302,7 @@ class HFModelConfig(BaseModelConfig):
         )
 
     def changed(self, changes: Mapping[str, Json]) -> "HFModelConfig":
-        """Return the node with other values; mappings in it are merged. Nothing loaded is taken over."""
+        """Return a copy of the node with changed values, mappings merged; the copy loads its parts again."""
         loaded = {name for name, value in vars(HFModelConfig).items() if isinstance(value, Loaded)}
         values = {name: self[name] for name in self if name not in loaded}
         values |= {name: None for name in self._following_path if values[name] == self.path}
@@ -387,7 +387,7 @@ def field_problems(config: Mapping[str, Json]) -> Iterator[str]:
 
 
 def architecture_problem(config: Mapping[str, Json]) -> Iterator[str]:
-    """Yield why a generation engine cannot tell the class of a model from its ``config.json``."""
+    """Yield why a generation engine cannot choose the model class by its ``config.json``."""
     names = config.get("architectures")
     if names is None or config.get("auto_map"):
         return
@@ -404,13 +404,13 @@ def is_known_type(model_type: Json) -> bool:
 
 
 def is_known_tokenizer(class_name: Json) -> bool:
-    """Whether transformers has a tokenizer class of this name, or of that of its slow or fast sibling."""
+    """Whether transformers has a tokenizer class of this name, or its slow or fast variant."""
     plain = str(class_name).removesuffix("Fast")
     return any(_names_in(("tokenization_auto.py",), name) for name in (plain, f"{plain}Fast"))
 
 
 def _names_in(modules: Iterable[str], name: Json) -> bool:
-    """Whether transformers' ``auto`` package names a type; its source is searched, since importing it takes seconds."""
+    """Whether transformers' ``auto`` package names a type; searches the source, since importing takes seconds."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return True

@@ -113,7 +113,7 @@ def _set_rope(fields: Fields, changes: Mapping[str, Json]) -> None:
 
 
 def _merged_rope(old: Mapping[str, Json], new: Mapping[str, Json]) -> Fields:
-    """Return parameters of RoPE with changes; those of another type go, and ``type`` is an older ``rope_type``."""
+    """Apply changes to RoPE parameters; a new type drops the old type's. ``type`` is an older name of ``rope_type``."""
     merged, changed = (dict(each) for each in (old, new))
     for each in (merged, changed):
         if (kind := each.pop("type", None)) is not None:
@@ -183,7 +183,7 @@ def _unknown(words: frozenset[str], fields: Mapping[str, Json], changes: Mapping
 
 @cache
 def _words_of(model_type: str) -> frozenset[str] | None:
-    """Return the words of the code of a family, and the fields that all families have; None if it is not known."""
+    """Return the identifiers in a family's code and the fields that all families have; None for an unknown family."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
         return None
@@ -269,7 +269,7 @@ def _without_derived(base: "PretrainedConfig", content: Mapping[str, Json], chan
 
 
 def _of_no_layer(text: "PretrainedConfig", changes: Mapping[str, Json]) -> Iterator[str]:
-    """Yield parameters of RoPE by kind of layer for a model that has one RoPE for all."""
+    """Yield RoPE parameters by kind of layer that are given for a model with one RoPE for all layers."""
     parameters = getattr(text, "rope_parameters", None) or {}
     by_layer = any(isinstance(each, Mapping) for each in parameters.values())
     for name in ROPE_KEYS:

@@ -205,7 +205,7 @@ class RewardModelConfig(BaseConfig):
     profiler: ProfilerConfig | None = field(default_factory=ProfilerConfig)
 
     def rules(self) -> Iterator[Violation]:
-        """Yield keys that another one needs or excludes."""
+        """Yield keys that another key requires or excludes."""
         if self.strategy == "megatron" and self.megatron is None:
             expected = "needs the keys of Megatron-Core: choose reward_model@reward_model=megatron_reward_model"
             yield Violation("strategy", self.strategy, expected)
@@ -250,7 +250,7 @@ class RewardModelConfig(BaseConfig):
             yield Violation("data_processor_config.path", None, expected)
 
     def as_rollout_config(self) -> RolloutConfig:
-        """Return the node of the engine that a generative reward model writes with; it loads its own weights."""
+        """Return the rollout node of a generative reward model, whose engine loads its own weights."""
         own = ("_target_", "engine_kwargs", "profiler", "nnodes", "n_gpus_per_node")
         shared = {name: self[name] for name in type_hints(RolloutConfig) if name in self and name not in own}
         sampling: Any = self.sampling_config

@@ -23,7 +23,7 @@ ON_FAILURE = ("fail", "retry", "drop", "replace")
 
 
 def cold_rules(temperature: float) -> Iterator[Violation]:
-    """Yield a temperature that is neither 0 nor one to sample with."""
+    """Yield a temperature that is neither 0 (greedy) nor large enough for sampling."""
     if 0 < temperature < MIN_TEMPERATURE:
         yield Violation("temperature", temperature, f"must be 0 or at least {MIN_TEMPERATURE}")
 
@@ -236,7 +236,7 @@ class RolloutConfig(LogProbConfig):
 
     @property
     def workers_per_engine(self) -> int:
-        """The number of workers that hold one generation engine; with transformers each worker has one."""
+        """Number of workers that share one generation engine; with transformers it is 1."""
         is_alone = self.name in ENGINES and not ENGINES[self.name].spans_workers
         return 1 if is_alone else self.tensor_model_parallel_size * self.data_parallel_size
 
@@ -252,7 +252,7 @@ class RolloutConfig(LogProbConfig):
 
     @property
     def default_loop(self) -> str:
-        """The agent loop of rows without ``agent_name``: with turns the one that calls tools, unless one is chosen."""
+        """The agent loop of rows without ``agent_name``: the configured one, else ``tool_agent`` if there are turns."""
         chosen = self.agent.default_agent_loop
         return "tool_agent" if self.multi_turn.enable and chosen == AgentLoopConfig.default_agent_loop else chosen
 

@@ -1,4 +1,4 @@
-"""The files of a tokenizer in a local folder, checked without transformers, which may take any of them for empty."""
+"""Checks of a tokenizer's files in a local folder, without transformers, which may take damaged files for empty."""
 
 import filecmp
 import json
@@ -110,7 +110,7 @@ def _items(value: Json) -> Sequence[Json]:
 
 
 def _tokens(tokenizer: Mapping[str, Json], shown: str) -> Iterator[tuple[str, int]]:
-    """Yield the tokens of the vocabulary, and those of the added ones that are in the text ``shown``, with their ids.
+    """Yield the tokens of the vocabulary, and the added tokens that the text ``shown`` contains, with their ids.
 
     Some models ship added tokens that they have no embedding for and that no text holds.
     """
@@ -131,7 +131,7 @@ _VOCABULARY = ("tokenizer.json", "vocab.json", "added_tokens.json", "vocab.txt",
 
 
 def vocabulary_difference(tokenizer: str, other: str, may_lack: bool = False) -> str | None:
-    """Return a token of one tokenizer that another one lacks or gives another id, in words; None if it has them all.
+    """Describe a token of one tokenizer that another one lacks or gives another id; None if there is none.
 
     The other one may have more tokens. None too where a vocabulary cannot be read from files of this machine.
 
@@ -158,7 +158,7 @@ def vocabulary_difference(tokenizer: str, other: str, may_lack: bool = False) ->
 
 
 def vocabulary_of(folder: Path) -> dict[str, int]:
-    """Return the id of each token by the files of a tokenizer; nothing if they are of another kind, or cannot be read.
+    """Return the id of each token from a tokenizer's files; empty if they are of another kind, or cannot be read.
 
     Source: the formats of the packages tokenizers (tokenizer.json) and transformers (the others).
     """

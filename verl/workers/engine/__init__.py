@@ -11,7 +11,7 @@ MindspeedEngineWithLMHead = None
 
 
 def __getattr__(name: str) -> Any:
-    """Import Megatron-Core, which takes seconds, only for those who ask; None where it is not installed."""
+    """Import Megatron-Core, which takes seconds, at the first use of its engines; None if it is not installed."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_megatron_core_available():

@@ -19,7 +19,7 @@ _running: ContextVar["_Loads | None"] = ContextVar("background_loads", default=N
 
 @contextmanager
 def load_in_background() -> Iterator[None]:
-    """Let models that are built in the block get their weights in a thread; leaving the block waits for it.
+    """Load the weights of models that are built in the block in a thread; wait for it at the end of the block.
 
     Until then only shapes and dtypes of parameters may be read, and nothing may move or replace their memory. The work
     in the block may change the default dtype and the random state of the process: loading depends on neither.

@@ -162,7 +162,7 @@ class BaseEngine(ABC):
                 self._free_gathered_weights()
 
     def _missing(self, hook: str) -> NotImplementedError:
-        """Return the error of an engine that uses a template of this class without one of its hooks."""
+        """Return the error for an engine that uses a template method of this class but lacks one of its hooks."""
         return NotImplementedError(f"{type(self).__name__} must define {hook}, which the templates of BaseEngine call")
 
     def _on_device(self, *parts: Part) -> AbstractContextManager[None]:
@@ -269,7 +269,7 @@ class BaseEngine(ABC):
         raise self._missing("_run_micro_batches")
 
     def _from_output_ranks(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` on all ranks; the ranks that have outputs call it. Collective."""
+        """Call ``make`` on the ranks that have outputs, and return its result on all ranks. Collective."""
         return make()
 
     def take_segments(self) -> list[passes.Segment]:
@@ -277,7 +277,7 @@ class BaseEngine(ABC):
         return []
 
     def take_images(self) -> list[int] | None:
-        """Return and forget the patches of each image that the vision tower has computed; None if nothing counts it."""
+        """Return and reset the numbers of patches of the images that the vision tower computed; None if uncounted."""
         return None
 
     def set_reference(self, engine: "BaseEngine | None") -> None:
@@ -315,7 +315,7 @@ class BaseEngine(ABC):
         raise self._missing("_reduce_gradients")
 
     def _apply_gradients(self) -> None:
-        """Step the optimizer with the gradients as they are."""
+        """Step the optimizer with the present gradients."""
         raise self._missing("_apply_gradients")
 
     @abstractmethod
@@ -324,12 +324,12 @@ class BaseEngine(ABC):
 
     @property
     def keeps_settings(self) -> bool:
-        """Whether a loaded optimizer keeps the settings of its checkpoint where the configuration has others."""
+        """Whether a loaded optimizer keeps the checkpoint's settings if the configuration differs."""
         return self.optimizer_config is not None and self.optimizer_config.use_checkpoint_opt_param_scheduler
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the schedule so far; a checkpoint restores them."""
+        """Number of steps that the learning-rate schedule has taken; checkpoints restore it."""
         return 0
 
     def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:

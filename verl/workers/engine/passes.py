@@ -387,7 +387,7 @@ def whole_outputs(
     group: ProcessGroup | None,
     readers: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Put values (k,) at the places ``target`` (n,) of (b, R), zero elsewhere; each is on one rank of the group.
+    """Place values (k,) at ``target`` (n,) of a (b, R) tensor, zero elsewhere; each value is on one rank of the group.
 
     Target i takes value ``readers[i]``, by default value i.
     """

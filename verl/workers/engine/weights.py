@@ -175,7 +175,7 @@ class SafetensorsReader:
 
 
 class PickledReader(SafetensorsReader):
-    """Read the tensors of files of ``torch.save``, which stay on disk where their format allows it."""
+    """Reads tensors from files of ``torch.save``, mapped from disk if their format allows it."""
 
     single_file = PICKLED_FILE
     index_file = PICKLED_INDEX_FILE
@@ -253,7 +253,7 @@ def head_aliases(
     makes_head: bool,
     is_first: bool,
 ) -> dict[str, str]:
-    """Return the stored names of the tensors of a value head, by those of the model; ``source`` is a key and its value.
+    """Map the model's names of value head tensors to the stored names; ``source`` is a key and its value.
 
     Where the checkpoint holds none and ``makes_head`` allows a new one, the rank that ``is_first`` says so.
 

@@ -92,7 +92,7 @@ class ChatRenderer:
 
 
 def _joined(prompt: list[Message], said: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Move a message that the prompt has begun for the assistant to the turn that continues it."""
+    """Join an assistant's message that the prompt has begun with the turn that continues it."""
     if not prompt or not said or prompt[-1].get("role") != _MODEL:
         return prompt, said
     begun = prompt[-1].get("content") or ""
@@ -107,7 +107,7 @@ def response_texts(data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Co
 def response_turns(
     data: DataProto, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]
 ) -> Iterator[list[Message]]:
-    """Yield the messages of each response: those of its turns where the rollout has kept them, else one."""
+    """Yield the messages of each response: one per turn if the rollout has kept its turns, else one message."""
     kept = data.non_tensor_batch.get(TURNS_COLUMN, [None] * len(data))
     special = set(tokenizer.all_special_ids)
     control = ControlTexts(tokenizer)
@@ -160,7 +160,7 @@ def _decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _whole(shape: ChatFormat, chat: list[Message], num_prompt_messages: int, before: str) -> str:
-    """Return the text of a conversation, whose turns after the prompt stand as they were sampled.
+    """Return the text of a conversation, with the turns after the prompt exactly as sampled.
 
     Args: ``before`` is what the template writes between its generation prompt and a turn; a policy samples it.
     Raises: ChatFormatError when the template rejects it.
@@ -202,7 +202,7 @@ def _has_tools(shape: ChatFormat) -> bool:
 
 
 def _by_users(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the answers of tools as those of a user."""
+    """Convert the tools' answers to user messages."""
     shown: list[Message] = []
     for message, before in zip(messages, [None, *messages], strict=False):
         if message["role"] != "tool":

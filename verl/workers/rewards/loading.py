@@ -1,4 +1,4 @@
-"""Load the reward function and the reward manager that a config names, and check them."""
+"""Load and check the reward function and the reward manager that a configuration names."""
 
 import ast
 import functools

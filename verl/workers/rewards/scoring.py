@@ -196,7 +196,7 @@ def call_scorer(call: Callable[[], RawScore], sample: Sample, timeout_s: float) 
 
 
 def settle(call: Callable[[], RawScore], sample: Sample, limits: ScoringLimits, left_s: float) -> Score:
-    """Score one sample; whatever the scorer does instead of returning a score counts as a failure.
+    """Score one sample; anything but a returned score counts as a failure.
 
     Args: ``left_s`` is the rest of the time for the batch.
     """
@@ -216,7 +216,7 @@ def kind_of(is_unavailable: bool) -> str:
 
 
 def settled(result: RawScore, sample: Sample, limits: ScoringLimits) -> Score:
-    """Read the score out of the result of a scorer, as ``settle``; an exception as result says why there is none."""
+    """Read the score from a scorer's result, like ``settle``; the result may be the exception that it raised."""
     if isinstance(result, Exception) and is_unavailable(result):
         return failed(sample, UNAVAILABLE, f"the scorer returned {error_text(result)}", limits)
     if not _is_plain(result):

@@ -127,7 +127,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the parts of the role: training engine, reference engine, rollout and the manager between them."""
+        """Build the parts of the role: training engine, reference engine, rollout and sharding manager."""
         if self._is_rollout:
             self._begin_rollout()
         # Loading in the background is safe only if no user code runs meanwhile, which could read unloaded weights.
@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @property
     def actor(self) -> DataParallelPPOActor:
-        """The actor whose overridable methods the passes of this worker run; a subclass may set its own.
+        """The actor whose overridable methods run the passes of this worker; a subclass may set another one.
 
         Raises: RuntimeError on Megatron-Core, before ``init_model``, and for a worker that does not train.
         """
@@ -475,7 +475,7 @@ class ActorRolloutRefWorker(EngineWorker):
     # ---- an actor of a subclass, which computes by itself
 
     def _overrides(self, method: str) -> bool:
-        """Whether a subclass has set an actor with its own version of a method."""
+        """Whether a subclass has set an actor that overrides a method."""
         return self._actor is not None and getattr(type(self._actor), method) is not getattr(BasePPOActor, method)
 
     def _infer_by_actor(self, data: DataProto, spec: PassSpec) -> ModelOutput:

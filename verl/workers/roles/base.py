@@ -80,11 +80,11 @@ class EngineWorker(Worker, DistProfilerExtension):
         self._engine = engine
 
     def register_mesh(self, name: str, group_size: int) -> None:
-        """Let ``group_size`` neighbouring ranks take the same shard, and the first of them answer."""
+        """Register a mesh in which ``group_size`` neighbouring ranks get the same shard, and the first one answers."""
         self._register_dispatch_collect_info(name, self.rank // group_size, self.rank % group_size == 0)
 
     def register_engine_mesh(self, name: str, config: RoleConfig) -> None:
-        """Let the ranks that share rows in the layout of an engine take the same shard, and one of them answer."""
+        """Register a mesh in which ranks that share rows in an engine's layout get the same shard, and one answers."""
         engine = engine_config_of(config)
         if isinstance(engine, FSDPEngineConfig):
             self.register_mesh(name, engine.ulysses_sequence_parallel_size)
@@ -93,7 +93,7 @@ class EngineWorker(Worker, DistProfilerExtension):
             self._register_dispatch_collect_info(name, place.dp_rank, place.holds_outputs)
 
     def use_profilers(self, **configs: ProfilerConfig | None) -> None:
-        """Profile the roles that this worker plays; the first role is the one that trains."""
+        """Profile the roles of this worker; the first role is the one that trains."""
         self.profiler = RoleProfilers(
             {role: DistProfiler(self.rank, config, role=role) for role, config in configs.items()}
         )

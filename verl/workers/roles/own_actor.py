@@ -147,7 +147,7 @@ class DataParallelPPOActor(BasePPOActor["FSDPActorConfig"]):
 
 @dataclasses.dataclass(eq=False)
 class _ActorForward(Forward):
-    """Runs each micro-batch by a method of the actor that a subclass may override; ``spec`` is that of the pass."""
+    """Runs each micro-batch by a method of the actor that a subclass may override; ``spec`` has the pass's options."""
 
     actor: DataParallelPPOActor | None = None
     spec: PassSpec = PassSpec()

@@ -141,7 +141,7 @@ class RewardModelWorker(EngineWorker):
         return last_values(self.engine, rows, self.spec, shown, response_mask_of(data)), metrics
 
     def _shown(self, data: DataProto, rows: dict[str, Tensor]) -> np.ndarray | None:
-        """Return the images of the rows for a vision model; reduce position ids to those of text for a text model.
+        """Return the images of the rows for a vision model; for a text model, reduce position ids to the text axis.
 
         Raises: ValueError naming a row with images that a text model would have to score.
         """

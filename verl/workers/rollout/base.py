@@ -211,7 +211,7 @@ class BaseRollout(ABC):
     # ---- weights in the memory of the trainer
 
     def weight_places(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return where the engine holds each tensor of the named checkpoint, as views of what it computes with now.
+        """Return views of the engine's present memory for each tensor of a checkpoint, by name.
 
         Raises: WrongInput if the engine lacks a named tensor, has a tensor that is not named, or holds one in another
             form.

@@ -33,7 +33,7 @@ def engine_group(size: int) -> "ProcessGroup | None":
 
 
 class EngineGroup:
-    """The ranks that share an engine, whose first one leads; its methods are collective over them.
+    """The ranks that share an engine; the first rank leads, and the methods are collective over the ranks.
 
     Args: ``size`` is their number. The constructor is collective over all ranks.
     """

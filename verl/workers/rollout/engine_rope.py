@@ -1,4 +1,4 @@
-"""RoPE scaling of an engine: the actor's frequencies, in a form from which the engine computes the same ones.
+"""RoPE scaling of an engine: parameters from which the engine computes the same frequencies as the actor.
 
 vLLM and SGLang choose the frequencies of the types ``dynamic`` and ``longrope`` once for a run, each by another rule;
 SGLang's ``longrope`` even by the longest request of a step, and wrongly at the boundary. Both get the frequencies that
@@ -26,7 +26,7 @@ _KEY = "actor_rollout_ref.model.override_config.rope_scaling"
 
 
 class RopeParameters(TypedDict, total=False):
-    """The fields of ``rope_parameters``; each type of RoPE has a part of them."""
+    """The fields of ``rope_parameters``; each type of RoPE uses some of them."""
 
     rope_type: str
     type: str
@@ -166,7 +166,7 @@ def dynamic_theta(text: "PretrainedConfig", parameters: RopeParameters, factor: 
 
 
 def _longrope(text: "PretrainedConfig", layer: str | None, parameters: RopeParameters, length: int) -> RopeParameters:
-    """Return ``longrope`` whose short and long factors, and scales, are those of a row of ``length``."""
+    """Return ``longrope`` parameters whose short and long factors both equal the factors for a row of ``length``."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     is_long = length > parameters["original_max_position_embeddings"]

@@ -107,7 +107,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
 
     @abstractmethod
     def _start_engine(self, model_config: "HFModelConfig") -> tuple[EngineT, RequestForm[PromptT, ParamsT]]:
-        """Start the engine, and return it with the form of its requests."""
+        """Start the engine, and return it with its request form."""
 
     @abstractmethod
     async def _ask_engine(self, entry: OpenRequest, prompt: PromptT, params: ParamsT) -> TokenOutput:
@@ -167,7 +167,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
             watch.cancel()
 
     async def _watch(self) -> None:
-        """Return once the engine is found dead; its processes are looked at, without a question to them."""
+        """Return once the engine is found dead, by watching its processes without sending requests."""
         while self._error is None:
             why = self._engine.death()
             if why is not None:
@@ -343,7 +343,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         await self._ask(self._engine.connect(meeting), "a connection to the trainer", meeting["timeout_s"])
 
     async def begin_update(self, step: int | None = None) -> None:
-        """Pause, and open the model for new weights; ``step`` is that of the run, for messages."""
+        """Pause, and open the model for new weights; ``step`` is the run's step, for messages."""
         self._check_alive()
         self._step = step
         self._usable = False
@@ -369,7 +369,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         return received
 
     async def abort_update(self) -> None:
-        """Abort the update; the server stays paused, and needs a whole one."""
+        """Abort the update; the server stays paused until a complete update."""
         self._check_alive()
         self._usable = False
         self._version = NO_WEIGHTS

@@ -46,7 +46,7 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
 
 
 def class_problem(found: object) -> str | None:
-    """Return why an object is no class of a generation engine; None if it is one."""
+    """Return why an object cannot be the class of a generation engine; None if it can."""
     if not (isinstance(found, type) and issubclass(found, BaseRollout)):
         return "is no rollout engine: derive the class from verl.workers.rollout.BaseRollout"
     if inspect.isabstract(found):

@@ -217,7 +217,7 @@ class ServedEngine(Protocol):
         """
 
     async def abort_update(self) -> None:
-        """Drop what has arrived; the next update may begin."""
+        """Drop the tensors received so far; the next update may begin."""
 
 
 class RequestForm(Protocol[PromptT_co, ParamsT]):

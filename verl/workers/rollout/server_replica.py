@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def cause_of_death(error: ray.exceptions.RayActorError) -> str:
-    """Return Ray's account of the death of an actor; for one that failed to start, the exception without its trace."""
+    """Return Ray's reason for the death of an actor; if it failed to start, the exception without its trace."""
     text = str(error)
     if not error.actor_init_failed:
         return text
@@ -98,14 +98,14 @@ class RolloutReplica(ABC):
         self._may_end_until = 0.0
 
     def init_hybrid(self, worker_group: "RayWorkerGroup") -> None:
-        """Take this replica's workers from those of the trainer, and let them serve."""
+        """Take this replica's workers from the trainer's workers, and let them serve."""
         first = self.replica_rank * self.world_size
         self.workers = list(worker_group.workers[first : first + self.world_size])
         self.rollout_mode = RolloutMode.HYBRID
         self.launch_servers()
 
     def init_standalone(self, waits_for_weights: bool = False) -> None:
-        """Start a server on its own devices, the pool ``rollout_pool_<rank>``; it starts in the background.
+        """Start a server in the background on separate devices, the pool ``rollout_pool_<rank>``.
 
         Args: with ``waits_for_weights`` it does not serve before it has the weights of a trainer.
         Raises: WrongInput for an engine that is larger than a node; PlacementError if the devices are not there.
@@ -246,7 +246,7 @@ class RolloutReplica(ABC):
             self.resource_pool.release()
 
     async def wake_up(self, step: int | None = None) -> None:
-        """Give devices and current weights to the engine; a standalone one has them."""
+        """Give devices and current weights to the engine; a standalone engine already has them."""
         await asyncio.gather(*(worker.wake_up.remote(step) for worker in self.workers))
 
     async def sleep(self) -> None:

@@ -138,7 +138,7 @@ class StandaloneServers:
             replica.shutdown()
 
     def look_after(self, send: Send | None, keeps_weights: bool, stop: threading.Event) -> None:
-        """Look for dead servers once, and replace them unless nobody needs them any more.
+        """Look for dead servers once, and replace them unless they are no longer needed.
 
         Args: ``send`` and ``keeps_weights`` as in ``watched``. Without ``send`` servers start again without weights.
         """
@@ -156,12 +156,12 @@ class StandaloneServers:
             self.sync(send)
 
     def _of_each(self, look: Callable[[RolloutReplica], T]) -> list[T]:
-        """Return what a function says of each server; one that hangs delays no other."""
+        """Call a function for each server concurrently, and return the results; a hanging server delays no other."""
         with ThreadPoolExecutor(len(self.replicas)) as pool:
             return list(pool.map(look, self.replicas))
 
     def _is_well(self, replica: RolloutReplica) -> bool:
-        """Whether a server lives and has weights; one that waits for them and that Ray has started again has none."""
+        """Whether a server lives and has its weights; one that Ray has restarted waits for them until the next sync."""
         try:
             health = ray.get(replica.server_handle.health.remote(self._deadline_s), timeout=2 * self._deadline_s)
         except Exception:  # servers of users may raise anything; one that cannot tell its health is not used

@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 
 class Meeting(TypedDict):
-    """The fields of ``Rendezvous``, as a call carries them."""
+    """The fields of ``Rendezvous`` in a form that a call can carry."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ def name_of(dtype: torch.dtype | None) -> str | None:
 
 
 def common_dtypes(found: Iterable[Mapping[str, str | None]]) -> dict[str, str | None]:
-    """Return the dtype in which all who have a tensor hold it; None where they differ, or one does not know."""
+    """Return for each tensor the dtype in which all holders have it; None if they differ or a holder does not know."""
     everywhere: dict[str, set[str | None]] = {}
     for each in found:
         for name, dtype in each.items():
@@ -182,7 +182,7 @@ class WeightGroup:
 
 
 def _member(rank: int) -> str:
-    """Return the key of the store that says that a member forms the group."""
+    """Return the store's key by which a member reports that it forms the group."""
     return f"member {rank}"
 
 

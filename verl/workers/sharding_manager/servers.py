@@ -183,7 +183,7 @@ class ServerWeights:
         return not self._targets
 
     def resume(self, handles: Mapping[str, Actor]) -> None:
-        """Let the servers answer requests, also those that no update has paused."""
+        """Let the servers answer requests, including servers that no update has paused."""
         for name in self._call_all(handles, lambda name: handles[name].resume.remote()):
             logger.debug("rollout server %s serves", name)
 

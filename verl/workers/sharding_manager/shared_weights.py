@@ -201,7 +201,7 @@ def _common_dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _check_form(name: str, tensor: Tensor, place: Tensor) -> None:
-    """Raise WrongInput unless a tensor fits the place that it shall have in the engine."""
+    """Raise WrongInput unless a tensor fits its place in the engine."""
     for what in ("shape", "dtype", "device"):
         here = getattr(tensor, what)
         there = getattr(place, what)

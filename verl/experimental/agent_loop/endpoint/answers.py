@@ -76,7 +76,7 @@ def usage(answer: Answer) -> Body:
 
 
 def chunks(body: Body, options: Options) -> Iterator[bytes]:
-    """Yield an answer as a stream of server-sent events: one with all of it, one with the usage if asked for, the end.
+    """Yield an answer as server-sent events: one with the whole answer, one with the usage if requested, and the end.
 
     The tokens of a trajectory are whole before they are sent.
     """
@@ -96,7 +96,7 @@ def chunks(body: Body, options: Options) -> Iterator[bytes]:
 
 
 def models_body(model: str, context: int) -> Body:
-    """Return the list of models, which has one; ``context`` is the most tokens of a trajectory."""
+    """Return the list of models, which has one entry; ``context`` is the maximum number of tokens in a trajectory."""
     return {
         "object": "list",
         "data": [{"id": model, "object": "model", "created": 0, "owned_by": "verl", "max_model_len": context}],

@@ -54,7 +54,7 @@ class Answer:
         return f"c{segment % 100:02d}{turn % 1000:03d}{number % 1000:03d}"
 
     def message(self) -> Message:
-        """Return the answer as chat templates take it."""
+        """Return the answer as a message for chat templates."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass
 class ChatHistory:
-    """A conversation: all messages, the last one by the assistant; ``rests`` has the rests of answers by place."""
+    """A conversation, whose last message is the assistant's; ``rests`` holds further parts of answers by index."""
 
     tools: list[JsonObject]
     messages: list[Message] = field(default_factory=list)
@@ -89,7 +89,7 @@ class ChatHistory:
         return added if self._begins(request.messages, len(self.messages)) else None
 
     def repeats(self, request: ChatRequest) -> bool:
-        """Whether a request is the last one once more."""
+        """Whether a request repeats the last request."""
         size = len(self.messages) - 1
         return len(request.messages) == size and request.tools == self.tools and self._begins(request.messages, size)
 
@@ -133,7 +133,7 @@ class TextHistory:
         return len(self.token_ids)
 
     def later(self, request: CompletionRequest) -> str | list[int] | None:
-        """Return what a request adds to the tokens; None if it does not continue this text.
+        """Return the prompt part that a request adds to the tokens; None if it does not continue this text.
 
         A client that adds the stop text, which answers lack, adds nothing: the model has sampled it.
         """

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API, parsed: the bodies that the endpoint takes, with an error for each that it refuses."""
+"""Parsing of OpenAI API requests: the bodies that the endpoint accepts, and an error for each that it rejects."""
 
 import json
 import math
@@ -68,7 +68,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(Exception):
-    """A request is refused, with a status of HTTP, the field that is wrong, and what would be right."""
+    """A request is refused; the error has the HTTP status, the wrong field, and its valid values."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -145,7 +145,7 @@ def parse_chat(
     most_tools: int = MOST_TOOLS,
     most_stops: int = MOST_STOPS,
 ) -> ChatRequest:
-    """Return a chat request with at most so many messages, tools and stop texts.
+    """Parse a chat request, under limits on the numbers of messages, tools and stop texts.
 
     Raises: RequestError naming the field.
     """
@@ -168,7 +168,7 @@ def parse_chat(
 
 
 def parse_completion(body: Mapping[str, Json], most_stops: int = MOST_STOPS) -> CompletionRequest:
-    """Return a completion request with at most so many stop texts.
+    """Parse a completion request, under a limit on the number of stop texts.
 
     Raises: RequestError naming the field.
     """
@@ -302,7 +302,7 @@ def _call(value: JsonObject, where: str) -> JsonObject:
 
 
 def parse_arguments(text: str) -> Json:
-    """Return the arguments of a call as chat templates take them: the value of the JSON text, or the text itself.
+    """Return the arguments of a call for chat templates: the value of the JSON text, or the text if it is not JSON.
 
     A model writes what it likes, and clients send it back as it was.
     """

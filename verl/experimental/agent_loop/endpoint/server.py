@@ -1,4 +1,4 @@
-"""The HTTP server of the endpoint, on the event loop of the process that has the way to the rollout servers."""
+"""The HTTP server of the endpoint, on the event loop of the process that can reach the rollout servers."""
 
 import asyncio
 import hmac
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Access:
-    """The address and key of a trajectory, as a client of the ``openai`` package takes them."""
+    """The URL and API key of a trajectory, for a client of the ``openai`` package."""
 
     base_url: str
     api_key: str

@@ -107,7 +107,7 @@ AnySegment = Segment[ChatHistory] | Segment[TextHistory]
 
 
 def _calls(messages: Sequence[Message], answer: Answer, seconds: float) -> list[ToolCall]:
-    """Return the calls of an answer that messages of tools answer; how they ended, only the agent knows."""
+    """Return the calls that tool messages reply to, with the outcome "ok", since only the agent knows it."""
     replies = [message for message in messages if message["role"] == "tool"]
     ids = {answer.call_id(number): number for number in range(len(answer.calls))}
     found = []
@@ -121,7 +121,7 @@ def _calls(messages: Sequence[Message], answer: Answer, seconds: float) -> list[
 
 @dataclass(frozen=True)
 class _Text:
-    """A text of a request, where it stands, and whether every template shows it, also in later turns."""
+    """A text of a request, its location, and whether every chat template keeps it in later turns."""
 
     where: str
     text: str
@@ -165,7 +165,7 @@ class Session:
 
     @property
     def segments(self) -> list[AnySegment]:
-        """The segments in which the model has said something, in the order of their start."""
+        """The segments with sampled tokens, in the order of their start."""
         every: list[AnySegment] = [*self._chats]
         every += self._texts
         return sorted((each for each in every if each.answers), key=lambda segment: segment.number)
@@ -197,7 +197,7 @@ class Session:
         return answer
 
     async def _text(self, request: CompletionRequest) -> "tuple[Segment[TextHistory], Added]":
-        """Return the segment that a completion continues or starts, and what it adds."""
+        """Return the segment that a completion continues or starts, and the tokens that it adds."""
         prompt = request.prompt
         self._check_sizes([_Text("prompt", prompt)] if isinstance(prompt, str) else [])
         found: tuple[Segment[TextHistory], str | list[int]] | None
@@ -242,7 +242,7 @@ class Session:
         return None
 
     async def _continued_chat(self, request: ChatRequest) -> "tuple[Segment[ChatHistory], Added] | None":
-        """Return the conversation that a request continues, and what it adds."""
+        """Return the conversation that a request continues, and the messages that it adds."""
         found = _longest([(segment, segment.history.later(request)) for segment in self._chats])
         if found is None:
             return None

@@ -31,7 +31,7 @@ _LONG = 1 << 18
 
 
 class Templates:
-    """The chat formats of a policy, by the tools that its template shows; the last ones are kept.
+    """A cache of the policy's chat formats, one for each list of tools in the prompt.
 
     Args:
         options: further arguments of the chat template.

@@ -92,7 +92,7 @@ def packed_row_params(
 
 
 class PathRotary:
-    """A hook after the rotary angles of a text model: those of each token's own position, instead of its place.
+    """A hook that takes a text model's rotary angles by the tokens' positions instead of their indices in the row.
 
     ``positions`` (T,) apply to the next passes; None leaves the angles (length, 1, 1, head_dim) as they are.
     """
@@ -117,7 +117,7 @@ def attach_paths(chunk: nn.Module) -> None:
 
 
 def _parameter(config: TransformerConfig, *shape: int) -> nn.Parameter:
-    """Return a parameter without values, on the device where Megatron-Core makes its own."""
+    """Return an uninitialised parameter on the device of Megatron-Core's parameters."""
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
     return nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
 

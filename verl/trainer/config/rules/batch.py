@@ -20,7 +20,7 @@ _OWN_SIZES = ("ppo_mini_batch_size", "ppo_micro_batch_size", "ulysses_sequence_p
 
 
 def batch_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
-    """Yield sizes that do not fit each other; a rule is skipped if a size that it needs is wrong by itself."""
+    """Yield batch sizes that do not fit each other; a rule with a size that is wrong by itself is skipped."""
     layout = {key for key in broken if key.endswith((".fsdp_size", ".ulysses_sequence_parallel_size"))}
     layout |= _WORLD | _GROUP
     if not broken & layout:

@@ -52,7 +52,7 @@ def file_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def name_rules(names: Mapping[str, Json]) -> Iterator[Violation]:
-    """Yield names that lead out of the folders that they are parts of."""
+    """Yield names that would lead out of their folder, such as ``../x``."""
     for key, name in names.items():
         if isinstance(name, str) and (name[:1] in ("/", "~") or os.path.normpath(name).split("/")[0] == os.pardir):
             expected = "leads out of the folder of its runs: write a name without .., such as team/run"
@@ -181,7 +181,7 @@ def may_register(path: str | None) -> bool:
 
 
 def has_further_names(module: ast.Module) -> bool:
-    """Whether a file imports by ``*`` or has a ``__getattr__``, so that its names cannot be told from its source."""
+    """Whether a file has ``import *`` or ``__getattr__``, so that its source does not show all of its names."""
     imports_everything = any(isinstance(node, ast.alias) and node.name == "*" for node in ast.walk(module))
     return imports_everything or _last_definition(module, "__getattr__") is not None
 
@@ -235,7 +235,7 @@ def _binds(node: ast.AST, name: Json) -> bool:
 
 
 def _signature(definition: ast.FunctionDef) -> inspect.Signature:
-    """Return the parameters of a definition, and strip it: its defaults are not evaluated, its annotations dropped."""
+    """Return the parameters of a definition, without evaluating defaults and without annotations."""
     given = definition.args
     given.defaults = [ast.Constant(...) for _ in given.defaults]
     given.kw_defaults = [None if default is None else ast.Constant(...) for default in given.kw_defaults]

@@ -228,7 +228,7 @@ def _world_rules(role: EngineRole, engine: McoreEngineConfig, on_cpu: bool) -> I
 
 
 def bridged_architecture(node: Tree, fields: ConfigFields | None, engine: McoreEngineConfig) -> str:
-    """Return the architecture of a model that mbridge has to build; empty if a table serves it, or may serve it."""
+    """Return the architecture of a model that mbridge must build; empty if verl's tables have it, or might have it."""
     named = getattr(fields, "architectures", None) or []
     if not engine.use_mbridge or envs.read("VERL_USE_EXTERNAL_MODULES") or node.get("external_lib"):
         return ""
@@ -304,7 +304,7 @@ def _model_rules(
 
 
 def _shared_rules(role: EngineRole, engine: McoreEngineConfig, actor: McoreEngineConfig) -> Iterator[Violation]:
-    """Yield differences from the layout of the actor, whose processes have one set of groups."""
+    """Yield differences from the actor's parallel layout in roles that share its processes and process groups."""
     for name in SHARED:
         if engine[name] != actor[name]:
             expected = (
@@ -331,7 +331,7 @@ def config_fields(node: Tree) -> ConfigFields | None:
 
 
 def _language_fields(content: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the fields of the language model; older files have them next to those of the whole model."""
+    """Return the fields of the language model; older files hold them at the top level."""
     text = content.get("text_config")
     whole = {name: content[name] for name in _OF_THE_WHOLE if name in content}
     return {**(text if isinstance(text, Mapping) else content), **whole}
@@ -376,7 +376,7 @@ def family_rules(
 def _limit_rules(
     node: Tree, architecture: str, fields: ConfigFields, key: str, at: tuple[str, Json], on_fsdp: str
 ) -> Iterator[Violation]:
-    """Yield the limits under the overrides that they come from, and the others together under the path."""
+    """Yield each limit that comes from an override under its key, and the others together under the model's path."""
     overrides = mapping_at(node, "override_config")
     of_file = []
     with suppress(TypeError):  # a field is not a number: transformers says which

@@ -113,7 +113,7 @@ def model_rules(run: RunConfig, broken: set[str]) -> Iterator[Violation]:
 
 
 def vocabulary_rules(run: RunConfig, use_reference: bool, broken: set[str]) -> Iterator[Violation]:
-    """Yield models that read the policy's tokens with another vocabulary; one with more tokens is right."""
+    """Yield models that read the policy's tokens but have another vocabulary; additional tokens are allowed."""
     shared = run.actor_rollout_ref
     reward = run.reward_model
     policy = shared.model
@@ -323,7 +323,7 @@ def fused_rules(model: HFModelConfig, key: str, device: str) -> Iterator[Violati
 
 
 def tied_adapter_rules(model: HFModelConfig, key: str, hf_config: Mapping[str, Json]) -> Iterator[Violation]:
-    """Yield an adapter on the embedding or the head of a model whose two are one tensor, as the engine would."""
+    """Yield an adapter on the embedding or the head of a model with tied weights, which the engine would refuse."""
     targets = [model.target_modules] if isinstance(model.target_modules, str) else model.target_modules or ()
     named = [name for name in targets if name in ("embed_tokens", "lm_head")]
     fields = overridden(hf_config, model.override_config)

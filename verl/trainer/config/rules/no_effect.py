@@ -1,4 +1,4 @@
-"""Changed keys without effect in a run: another option switches them off, or this version does not support them."""
+"""Rules for changed keys without effect: another option switches them off, or this version does not support them."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -210,7 +210,7 @@ def _padded_models(run: RunConfig) -> Iterator[Idle]:
 def _changed(
     run: RunConfig, tree: Mapping[str, Json], node: str, names: tuple[str, ...]
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Yield key, value and default of those of the names below a node that ``tree`` changes from their default."""
+    """Yield key, value and default of each name below a node whose value in ``tree`` is not the default."""
     for name in names:
         key = f"{node}.{name}"
         value = select(tree, key, ABSENT)
@@ -225,7 +225,7 @@ def _changed(
 
 
 class Unsupported(NamedTuple):
-    """Keys below ``node`` that must keep their default or, with ``values``, must not have one of these.
+    """Keys below ``node`` that must keep their default or, with ``values``, must not have one of these values.
 
     With a ``switch`` they may change while it is false: nothing reads them then.
     """

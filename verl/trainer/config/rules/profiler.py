@@ -165,7 +165,7 @@ def _end_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def _role_rules(run: RunConfig, role: str, node: ProfilerConfig) -> Iterator[Violation]:
-    """Yield a role without a tool, ranks that it does not have, and mini-batches after the last."""
+    """Yield a profiled role without a tool, ranks that do not exist, and mini-batches after the last one."""
     key = f"{role}.profiler"
     if node.tool is None:
         yield Violation(f"{key}.enable", True, f"needs a tool: set {_GLOBAL}.tool to one of {', '.join(TOOLS)}")

@@ -150,7 +150,7 @@ _BYPASS = "actor_rollout_ref.actor.use_rollout_log_probs"
 
 
 def bypass_rules(run: RunConfig) -> Iterator[Violation]:
-    """Reject the log-probs of the rollout as the old ones where it returns none, or where they are compared."""
+    """Reject the rollout's log-probs as old log-probs if it returns none, or if both are compared."""
     if not run.actor_rollout_ref.actor.use_rollout_log_probs:
         return
     if not run.actor_rollout_ref.rollout.calculate_log_probs:
@@ -167,7 +167,7 @@ def bypass_rules(run: RunConfig) -> Iterator[Violation]:
 
 
 def importance_weight_rules(run: RunConfig) -> Iterator[Violation]:
-    """Reject importance weights of a rollout without a limit, or without the log-probs that they need."""
+    """Reject rollout importance weights without a threshold, or without the log-probs that they need."""
     threshold = run.algorithm.rollout_is_threshold
     if threshold is None and run.algorithm.rollout_is:
         yield Violation("algorithm.rollout_is", True, "needs algorithm.rollout_is_threshold: write a limit such as 2.0")

@@ -1,4 +1,4 @@
-"""Run a program in one process and its test in another; the two exchange plain values.
+"""Run a program in one process and its test in another; both exchange plain values.
 
 The test code runs in the *checker*. Where it names a function or a class of the program, it holds a stand-in, which
 asks the program's process for calls, attributes and operators. Values come back as messages, from which the checker

@@ -180,7 +180,7 @@ class Checker(Peer):
         return result
 
     def base_value(self, value: Remote) -> tuple[Value, ...]:
-        """Return the plain value under an object as one item; no item without one.
+        """Return the value that an object of a subclass of a built-in type holds, as a tuple; empty if it has none.
 
         A value that cannot change is asked for once, so that the program cannot answer each comparison with another.
         """
@@ -216,7 +216,7 @@ class Checker(Peer):
         self._trusts_answer = outer
 
     def check_request(self, action: str, given: list[Value]) -> None:
-        """Let the program use the objects that the test passed to it, and nothing that leads from there to the test.
+        """Allow the program to use objects that the test passed to it, but nothing that leads from them to the test.
 
         Raises: PermissionError.
         """
@@ -267,7 +267,7 @@ class Checker(Peer):
         return found
 
     def end(self) -> None:
-        """Tell the program's process that the test has passed, unless something else stands against it."""
+        """Tell the program's process that the test has passed, unless something else forbids that."""
         if self.fault is None and self.refusal is None:
             self.send("passed")
 

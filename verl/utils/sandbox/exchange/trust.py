@@ -21,7 +21,7 @@ class Judge(Asks, Protocol):
         """Give up a test that the program's process would have to decide."""
 
     def base_value(self, value: Remote) -> tuple[Value, ...]:
-        """Return the plain value under an object as one item; no item without one."""
+        """Return the value that an object of a subclass of a built-in type holds, as a tuple; empty if it has none."""
 
     def note_class(self, name: str, value: Value) -> Value:
         """Return a class that the test names as a trusted one, any other value as it is."""
@@ -127,7 +127,7 @@ class GuardedCallable(RemoteCallable, Guarded):
 
 
 def _without_arguments(peer: Judge, name: str, function: Remote) -> Callable[..., Value]:
-    """Return a method with the name of a plain value's method, which must not be asked about a plain value."""
+    """Return a method of the program's object under the name of a built-in type's method; it refuses arguments."""
 
     def call(*given: Value, **named: Value) -> Value:
         if given or named:

@@ -85,7 +85,7 @@ class Wire:
         return id(value) in self._numbers
 
     def has_shown_any(self) -> bool:
-        """Return whether the other process has a stand-in of any object."""
+        """Return whether the other process has a stand-in for an object of this process."""
         return bool(self._exports)
 
     def number(self, value: Value) -> int:
@@ -232,7 +232,7 @@ class _Writer:
         return [name, key, *own, *self.terms(contents(value))]
 
     def _object(self, value: Value) -> Node:
-        """Return the node of an object that stays here: its number, kind, and whether it defines equality."""
+        """Return the node of an object of this process: its number, kind, and whether it defines equality."""
         number = self.wire.number(value)
         if isinstance(value, type) and issubclass(value, BaseException):
             return ["exception", number, value.__qualname__, *map(self.term, value.__bases__)]

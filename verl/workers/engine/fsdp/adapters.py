@@ -126,7 +126,7 @@ def add_adapters(
 
 
 def adapters_of(model: "PreTrainedModel", folder: Path) -> nn.Module:
-    """Wrap the model as the configuration in the folder of an adapter says.
+    """Wrap the model by the configuration in the folder of an adapter.
 
     Raises: ValueError when it adapts a tensor that another module uses too.
     """
@@ -344,7 +344,7 @@ class AdapterMerger:
         return adapting_layer(self.modules, name) is not None
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
-        """Return the whole weight of this name plus its adapter, computed in fp32; itself where it has none.
+        """Return the whole weight of this name plus its adapter, computed in fp32; the weight itself if it has none.
 
         Collective where the adapters are sharded.
         """
@@ -381,7 +381,7 @@ def adapter_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(module: Any, folder: Path | None) -> None:
-    """Write the adapter as ``PeftModel.from_pretrained`` reads it; collective, and one rank has a folder."""
+    """Write the adapter in the format of ``PeftModel.from_pretrained``; collective, one rank passes a folder."""
     from safetensors.torch import save_file
 
     tensors = {name: tensor.cpu().clone().contiguous() for name, tensor in adapter_weights(module) if folder}

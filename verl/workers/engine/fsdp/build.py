@@ -140,7 +140,7 @@ def keep_attention_whole(module: nn.Module, device: torch.device) -> None:
 
 @dataclass
 class ModelBuilder:
-    """Make the module of one engine, step by step.
+    """Builds the module of one engine, step by step.
 
     ``build`` sets ``adapter_sizes``, ``layout`` to one without a mesh if it wraps nothing, and ``prefixed`` to whether
     the files have prefixes that the model lacks.
@@ -156,7 +156,7 @@ class ModelBuilder:
     prefixed: bool = False
 
     def build(self) -> nn.Module:
-        """Return the module, sharded as the layout says; ``fill`` brings its weights.
+        """Build the module, sharded by the layout; ``fill`` loads its weights.
 
         Raises: ValueError naming the file, tensor or key that is wrong.
         """
@@ -212,7 +212,7 @@ class ModelBuilder:
         return module
 
     def _shard(self, module: nn.Module, model: PreTrainedModel) -> None:
-        """Shard the module or, with one rank, let it compute with copies where that does the same."""
+        """Shard the module; on one rank, let it compute with copies of its weights if that is equivalent."""
         config = self.engine_config
         if self.layout.world_size == 1 and not config.offload_policy:
             policy = precision_policy(config, self.layout.device)
@@ -427,7 +427,7 @@ def load_buffers(model: nn.Module, read: LocalReader) -> None:
 
 
 def remember_conversions(model: "PreTrainedModel", stored: Collection[str] = (), prefixed: bool = False) -> bool:
-    """Keep the conversions of transformers for this class: it finds them by a class name that sharding changes.
+    """Keep transformers' weight conversions for this class, which it finds by a class name that sharding changes.
 
     Changes of a prefix are kept if ``prefixed``, or if they lead to more of the ``stored`` names: save_pretrained of a
     new model leaves them out.
@@ -452,14 +452,14 @@ def _names_by(model: "PreTrainedModel", steps: Sequence[Any]) -> set[str]:
 
 
 def only_moves_values(model: "PreTrainedModel") -> bool:
-    """Whether ``checkpoint_names`` does no arithmetic: its conversions are those of transformers, which have none."""
+    """Whether ``checkpoint_names`` only moves values, without arithmetic, as all conversions of transformers do."""
     steps = getattr(model, "_weight_conversions", None) or ()
     operations = [operation for step in steps for operation in getattr(step, "operations", ())]
     return all(type(each).__module__ == "transformers.core_model_loading" for each in operations)
 
 
 def checkpoint_names(model: "PreTrainedModel", stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Rename and convert in-memory tensors to those of a published checkpoint, one at a time.
+    """Convert in-memory tensors to the names and layout of a published checkpoint, one at a time.
 
     These are what ``save_pretrained`` writes, except for the stacked experts of Qwen3-VL: published files and vLLM have
     them transposed, transformers 5 reads both layouts and writes its own.

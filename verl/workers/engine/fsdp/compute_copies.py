@@ -28,7 +28,7 @@ _MARK = "_verl_compute_copies"
 
 
 def dtype_of_copies(module: nn.Module, policy: MixedPrecisionPolicy | None, keeps_gathered: bool) -> torch.dtype | None:
-    """Return the dtype in which copies do for a module of one rank what ``fully_shard`` would; None if they do not.
+    """Return the dtype of copies that are equivalent to ``fully_shard`` on one rank; None if no dtype is.
 
     Args: with ``keeps_gathered`` the whole weights may stay gathered between forward and backward; small models may
         always.
@@ -44,7 +44,7 @@ def dtype_of_copies(module: nn.Module, policy: MixedPrecisionPolicy | None, keep
 
 
 class ComputeCopies:
-    """Copies of the weights of a module, which take their places during passes. Numbers are those of ``fully_shard``.
+    """Copies of a module's weights, which replace them during passes. Results equal those of ``fully_shard``.
 
     Gradients add up in fp32, in ``grad`` of the module's own parameters. A call of the module outside of ``in_place``
     makes copies for itself. With gradient checkpointing it cannot, since the backward pass calls layers again: then
@@ -69,7 +69,7 @@ class ComputeCopies:
         return module.__dict__.get(_MARK)
 
     def serve_another(self, module: nn.Module) -> None:
-        """Let a module that holds layers of this one, or others, compute in the same dtype."""
+        """Let another module, which may share layers with this one, compute in the same dtype."""
         parts = set(module.modules())
         ComputeCopies(module, [unit for unit in self._units if unit in parts], self._dtype)
 

@@ -148,7 +148,7 @@ class FSDPEngine(BaseEngine):
             )
 
     def _adopt_own(self) -> None:
-        """Prepare passes as the model node says."""
+        """Prepare forward passes with the options of the model's configuration."""
         self._adopt(
             self.model_config.use_remove_padding,
             self.model_config.enable_activation_offload,
@@ -361,7 +361,7 @@ class FSDPEngine(BaseEngine):
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the schedule so far; a checkpoint restores them."""
+        """Number of steps that the learning-rate schedule has taken; checkpoints restore it."""
         return 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
 
     def adopt(self, module: nn.Module, optimizer: Any, lr_scheduler: Any) -> None:

@@ -61,7 +61,7 @@ def check_remote_code(model: Any, infer: Callable[[DataProto], Tensor], packed: 
 
 
 def _packed(sequence: Tensor, neighbour: Tensor) -> DataProto:
-    """Return two rows; the engine packs the shorter one first."""
+    """Return two test rows; the engine packs the shorter one first."""
     ids = torch.zeros(2, len(sequence), dtype=torch.long)
     ids[0, : len(neighbour)] = neighbour
     ids[1] = sequence

@@ -1,4 +1,4 @@
-"""Read parts of a model's tensors from files that hold them under other names or in another layout.
+"""Read parts of a model's tensors from files with other names or another layout.
 
 transformers knows what leads from the files to the model: renamings, and conversions of one or several tensors, such as
 stacking the experts of a layer. This module runs transformers' own operations on the parts that a rank needs: no rank
@@ -39,7 +39,7 @@ class WeightFiles(Protocol):
 
 @dataclass
 class Origin:
-    """The source tensors of one transformers conversion, or the name of one tensor that needs none.
+    """The source tensors of one conversion of transformers, or the name of a tensor that needs no conversion.
 
     Attributes:
         first: the tensor of the model after which transformers names the conversion; it may yield several.
@@ -115,7 +115,7 @@ class StoredModel:
     def _converted(
         self, origin: Origin, stored: Mapping[str, Sequence[str]], read: Callable[[str], Tensor], model: Any
     ) -> dict[str, Tensor]:
-        """Let transformers convert tensors that it reads one by one."""
+        """Let transformers convert tensors, which it reads one by one."""
         converter = deepcopy(origin.converter)
         assert converter is not None
         for pattern, names in stored.items():
@@ -133,7 +133,7 @@ class StoredModel:
 
 
 class _Expected(NamedTuple):
-    """The shape of the tensor that an operation makes, as the model expects it."""
+    """A placeholder with the shape that the model expects of a converted tensor."""
 
     shape: torch.Size
 

@@ -77,7 +77,7 @@ def model_dtype(config: "McoreEngineConfig", device: torch.device) -> torch.dtyp
 
 @dataclass
 class ModelBuilder:
-    """Make the module of one engine, step by step."""
+    """Builds the module of one engine, step by step."""
 
     model_config: "HFModelConfig"
     engine_config: "McoreEngineConfig"
@@ -128,7 +128,7 @@ class ModelBuilder:
         return chunks
 
     def _build_bridged(self) -> list[nn.Module]:
-        """Return the chunks of a model that the tables lack, as mbridge builds them."""
+        """Let mbridge build the chunks of a model that verl's tables lack."""
         self._refuse_options()
         if self.is_value_model or not self.load_weight or self.freeze_vision_tower:
             wrong = "load_weight=false" if not self.load_weight else "freeze_vision_tower=true"
@@ -318,7 +318,7 @@ class ModelBuilder:
         self._fill(chunks, self._reading(reader.read, reader.names(), heads), shapes, at_once)
 
     def _heads(self, names: Collection[str], shape_of: Callable[[str], Sequence[int]] | None) -> Mapping[str, str]:
-        """Return the stored names of the value head where they differ from those of the model."""
+        """Return the stored names of the value head that differ from the model's names."""
         if not self.is_value_model:
             return {}
         source = f"model.path={self.model_config.path}"
@@ -335,7 +335,7 @@ class ModelBuilder:
             yield from place(value, parameter)
 
     def _reading(self, read_stored: "ReadPart", names: Collection[str], heads: Mapping[str, str]) -> "ReadPart":
-        """Return a function that reads a part of a stored tensor, or makes one of a new head."""
+        """Return a function that reads a part of a stored tensor, or initialises a part of a new head."""
 
         def read(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
             stored = heads.get(name, name)
@@ -526,14 +526,14 @@ def _raise_first(problems: Iterable[str | None]) -> None:
 
 
 class SharedWeights:
-    """Send parts of tensors to the workers without files, each from a worker that has them; collective.
+    """Sends parts of tensors to workers without files, each from a worker that has files; collective.
 
     Workers without files first list the parts that they want, in the order in which they will read them. Parts are
     sent one by one, so that no worker holds more than its own weights and one part.
     """
 
     def __init__(self, folder: str, device: torch.device) -> None:
-        """Find out who has files. Raises: ModelWeightsError on all workers if one cannot read its files."""
+        """Find the workers that have files. Raises: ModelWeightsError on all workers if one cannot read its files."""
         self._device = device
         self._rank = dist.get_rank()
         self.reader: SafetensorsReader | None = None
@@ -590,7 +590,7 @@ class SharedWeights:
         return torch.empty(_shape_of(stored, part), dtype=stored.dtype, device="meta")
 
     def receive(self, name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:
-        """Return the next requested part, or zeros if its owner could not read it, which is added to ``problems``."""
+        """Return the next requested part, or zeros if its owner cannot read it; the reason is added to ``problems``."""
         request = self._requests.popleft()
         assert request == PartRequest(name, part), f"{request} was requested, not {name} {part}"
         stored = self.stored[name]

@@ -105,7 +105,7 @@ class MegatronEngine(BaseEngine):
 
     @property
     def _needs_weights(self) -> bool:
-        """Whether the weights must be there when the optimizer is made.
+        """Whether the weights must be loaded before the optimizer is built.
 
         They must if the weights are offloaded next, so that an engine finds the memory free, or if an option copies
         them in a way that ``reload_model_params`` does not repeat.
@@ -332,7 +332,7 @@ class MegatronEngine(BaseEngine):
 
     @property
     def schedule_steps(self) -> int:
-        """Steps of the schedule so far; a checkpoint restores them."""
+        """Number of steps that the learning-rate schedule has taken; checkpoints restore it."""
         return 0 if self.lr_scheduler is None else int(self.lr_scheduler.num_steps)
 
     def adopt(self, module: Any, optimizer: Any, lr_scheduler: Any) -> None:

@@ -111,7 +111,7 @@ def check_positions(data: "DataProto") -> None:
 
 @dataclass(frozen=True)
 class Forward:
-    """Pack micro-batches and run them so that logits exist only where a counted token is read.
+    """Packs micro-batches and runs them so that logits exist only at positions that predict a counted token.
 
     With ``fuses_head`` the head scores tokens without making logits (``verl.models.mcore.gpt.layers.FusedHead``). With
     ``takes_axes`` the model has positions along three axes and a vision tower (``verl.models.mcore.gpt.vision``).

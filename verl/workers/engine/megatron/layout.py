@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layout(Place):
-    """The place of this process; ``virtual_stages`` counts the chunks of the model that it holds.
+    """The position of this process in the parallel layout; ``virtual_stages`` is its number of model chunks.
 
     ``shares`` are the ranks of this stage over which a mini-batch adds up.
     """
@@ -90,7 +90,7 @@ def make_layout(config: "McoreEngineConfig") -> Layout:
 
 
 def _seed(seed: int, place: Place) -> None:
-    """Seed this process by the rows, tokens and layers that it holds.
+    """Seed this process by its position in the data, context and pipeline parallel groups.
 
     Tensor-parallel ranks start alike, since they must agree on the dropout of whole activations. Megatron-Core's
     tracker gives them different states for the parts that they hold alone.

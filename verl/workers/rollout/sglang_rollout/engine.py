@@ -349,13 +349,13 @@ class SGLangEngine:
         return received
 
     async def abort_update(self) -> None:
-        """End an update that failed; the engine needs a whole one."""
+        """End a failed update; the engine then needs a complete update."""
         self._is_usable = False
         await self._call("abort")
 
 
 def _engine_class(log: str, batch_invariant: bool, sockets: SocketFolder) -> type["Engine"]:
-    """Return SGLang's engine with our functions for its processes; it notes its id before they start."""
+    """Return SGLang's engine class with verl's functions for its processes; it records its id before they start."""
     from sglang.srt.entrypoints.engine import Engine
 
     class OurEngine(Engine):

@@ -80,7 +80,7 @@ def _lock_without_name() -> None:
 
 
 def _end() -> None:
-    """End this process after an error, which SGLang has logged; its threads would keep it."""
+    """End this process after an error that SGLang has logged, since its threads would keep it alive."""
     sys.stderr.flush()
     os._exit(1)
 
@@ -184,7 +184,7 @@ class WeightReceiver:
             raise UnknownTensorError(min(nowhere))
 
     def abort(self) -> None:
-        """Close the model, whatever it holds."""
+        """Close the model without checking its weights."""
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         self._weights.begin()

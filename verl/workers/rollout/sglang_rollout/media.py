@@ -37,7 +37,7 @@ Item = Any  # an image of PIL, or a video as (frames, metadata)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as the engine takes it: the tokens, with all those of the media, and the media; None for text."""
+    """A prompt in the engine's form: the tokens, those of media expanded, and the media (None for text alone)."""
 
     token_ids: list[int]
     media: "MultimodalProcessorOutput | None" = None

@@ -307,7 +307,7 @@ def sockets_in(folder: Path, opened: "list[Socket[bytes]]") -> Iterator[None]:
 
 
 def answer_aborted() -> None:
-    """Return the tokens so far of a request that is aborted while a pause has stopped it.
+    """Return the tokens so far of a request that is aborted while the engine is paused.
 
     Versions: 0.5.21 to 0.5.23. A pause puts running requests back into the queue, and SGLang answers the abort of a
     request in the queue without the tokens that it has. Remove when the answer has them.

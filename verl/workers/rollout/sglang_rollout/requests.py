@@ -33,7 +33,7 @@ _OURS = (
 
 @dataclass(frozen=True)
 class Unexpanded:
-    """A prompt with one token for each of its images and videos, and these by kind."""
+    """A prompt with one token for each of its images and videos, and the media by kind."""
 
     token_ids: list[int]
     media: Mapping[str, Sequence[Any]]
@@ -48,7 +48,7 @@ class EngineParams:
 
 
 class SGLangRequestForm:
-    """Turns a request into what SGLang takes; see ``RequestForm``.
+    """Converts a request to SGLang's form; see ``RequestForm``.
 
     Args: ``context_length`` is the limit of prompt and response; ``vocab_size`` is that of the engine; ``draw_seed``
         gives a seed to a request that has none; ``media`` is None for a model that reads text only.
@@ -90,7 +90,7 @@ class SGLangRequestForm:
         return Unexpanded(ids, media)
 
     def expanded(self, prompt: Unexpanded) -> Prompt:
-        """Return the prompt as the engine takes it; this runs the processor of images and videos.
+        """Return the prompt in the engine's form; this runs the image and video processor.
 
         Raises: WrongInput for images or videos that do not fit the prompt.
         """

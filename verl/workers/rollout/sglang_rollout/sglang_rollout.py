@@ -252,7 +252,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
                 self._is_paused = False
 
     async def release(self, tags: list[str] | None = None) -> None:
-        """Pause the engine, and free its memory if it can. The weights are lost then, and come with the next sync."""
+        """Pause the engine, and free its memory if it can. The weights are then lost until the next sync."""
         awake = _MEMORY - self._released if self._can_release else set()
         self._group.by_leader(lambda: self._release(awake))
         if awake:

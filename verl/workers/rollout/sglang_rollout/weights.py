@@ -77,7 +77,7 @@ class EngineWeights:
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The dtype of the parameters that have taken each tensor as it came; None for others, or several."""
+        """The dtype of the parameter that took each tensor unchanged; None if it was changed or the dtypes differ."""
         return common_dtypes({write.name: name_of(write.dtype)} for write in self._writes.values())
 
     @property
@@ -174,7 +174,7 @@ class _Record(TorchDispatchMode):
             self._parameters.setdefault(_address(parameter), []).append((name, parameter))
 
     def following(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a bucket; writes belong to the one that was yielded last."""
+        """Yield the tensors of a bucket; following writes are attributed to the tensor that was yielded last."""
         for self._name, self._tensor in bucket:
             yield self._name, self._tensor
         self._tensor = None
@@ -287,7 +287,7 @@ def deserialized(payload: str) -> Bucket:
 
 
 def _know_devices_by_uuid() -> None:
-    """Let handles name a GPU by its UUID, since processes number the GPUs that they see in their own ways."""
+    """Let handles name a GPU by its UUID, since the processes may number GPUs differently."""
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
     if torch.cuda.is_available():  # its patch fails for tensors of a CPU

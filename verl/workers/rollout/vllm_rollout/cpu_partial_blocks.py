@@ -58,7 +58,7 @@ class PartialBlocks:
         return None
 
     def note(self, request: "Request", num_tokens: int) -> None:
-        """Let others find the block in which the first ``num_tokens`` of a request end."""
+        """Register the block in which the first ``num_tokens`` of a request end, so that other requests find it."""
         number, count = divmod(num_tokens, self._block_tokens)
         blocks: Sequence[KVCacheBlock] = self._group.req_to_blocks.get(request.request_id, ())
         if count and number < len(blocks) and not blocks[number].is_null:

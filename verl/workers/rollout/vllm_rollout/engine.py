@@ -34,7 +34,7 @@ class VLLMEngine:
         return [process.pid for process in _children()]
 
     def death(self) -> str | None:
-        """Return why the engine is gone; None while it lives. A call that waits for its answer does not notice."""
+        """Return why the engine is gone; None while it lives. Calls that wait for it do not notice its death."""
         return "its engine has died" if self._llm.errored else None
 
     def stop(self) -> None:
@@ -108,7 +108,7 @@ class VLLMEngine:
         return received[0] | {"dtypes": common_dtypes(each["dtypes"] for each in received)}
 
     async def abort_update(self) -> None:
-        """Drop what has arrived."""
+        """Drop the tensors received so far."""
         await self._llm.collective_rpc("verl_abort_update")
 
 

@@ -169,7 +169,7 @@ class EngineLoop:
         self._put(_Ask(answer))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function between two steps, on the thread of the engine, and return its result; not from there.
+        """Call a function between two steps on the engine's thread, and return its result; must not be called there.
 
         Raises: what the function raises; ServerError if the engine is gone.
         """
@@ -195,7 +195,7 @@ class EngineLoop:
     # ---- for one thread of every rank
 
     def pause(self) -> None:
-        """Stop after the present step; the engine then belongs to the caller. A paused engine stays so.
+        """Stop after the present step; the engine then belongs to the caller. No effect on a paused engine.
 
         Raises: ServerError if the engine is gone.
         """
@@ -284,7 +284,7 @@ class EngineLoop:
         return events, steps
 
     def _received(self) -> list[_Event]:
-        """Return the messages in the inbox; an idle engine waits for one, and for the requests that follow at once.
+        """Return the messages in the inbox; an idle engine waits for a message, and for requests right after it.
 
         A batch arrives request by request, and a step with only the first of them would hold up all the others.
         """

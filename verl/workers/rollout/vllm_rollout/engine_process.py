@@ -126,7 +126,7 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
             raise RuntimeError(f"{len(wrong)} of {len(due)} tensors in the engine differ from what arrived: {shown}")
 
     def abort(self) -> None:
-        """Drop what has arrived."""
+        """Drop the tensors received so far."""
         self._weights.abort()
 
     @property
@@ -136,7 +136,7 @@ class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
 
     @property
     def dtypes(self) -> dict[str, str | None]:
-        """The dtype of the parameter that has taken each of these tensors by a plain copy; None for another one."""
+        """The dtype of the parameter that took each tensor by a plain copy; None for a tensor that was not copied."""
         return {name: name_of(self._weights.dtype_of(name)) for name in self._received}
 
     @property
@@ -169,7 +169,7 @@ class WorkerExtension:
         self._address = in_folder(address)
 
     def verl_abort_update(self) -> None:
-        """End an update that failed; the next one may start."""
+        """End a failed update; the next update may start."""
         self._weight_update_active = False
         self.weight_transfer_engine.abort()
 

@@ -287,7 +287,7 @@ def _has_one_plain_group(kv_cache_config: "KVCacheConfig") -> bool:
 
 
 def _find_partial_blocks(manager: "KVCacheManager") -> None:
-    """Make a ``KVCacheManager`` note the beginnings of blocks, and find them for new requests."""
+    """Make a ``KVCacheManager`` record the beginnings of blocks, and find them for new requests."""
     partial = PartialBlocks(manager)
     get_computed_blocks = manager.get_computed_blocks
     allocate_slots = manager.allocate_slots
@@ -488,7 +488,7 @@ def _mapped_files() -> str:
 
 
 def inspect_models_in_process() -> None:
-    """Let vLLM look at the class of a model in this process. Otherwise it starts another, which imports torch and vLLM.
+    """Let vLLM inspect a model's class in this process. Otherwise it starts another one, which imports torch and vLLM.
 
     Versions: 0.25 to 0.32. vLLM keeps what it finds in a file, so only the first start on a machine or in a container
     gains. The other process keeps CUDA out of this one: call this on a CPU, or where the engine runs in this process.

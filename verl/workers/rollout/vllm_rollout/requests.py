@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class VLLMRequestForm:
-    """Turns a request into what vLLM takes; see ``RequestForm``.
+    """Converts a request to vLLM's form; see ``RequestForm``.
 
     Args: ``max_model_len`` and ``vocab_size`` are those of the engine; ``draw_seed`` gives a seed to a request that
         has none.

@@ -62,7 +62,7 @@ def _is_in_use() -> bool:
 
 
 class _SpanKind:
-    """The kinds of spans, looked up in OpenTelemetry when one is asked for."""
+    """The kinds of spans, looked up in OpenTelemetry at the first use."""
 
     def __init__(self, load: Callable[[], ModuleType]) -> None:
         self._load = load

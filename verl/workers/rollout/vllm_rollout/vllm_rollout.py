@@ -80,7 +80,7 @@ class vLLMRollout(BaseRollout):
 
     @classmethod
     def import_engine(cls, config: "RolloutConfig") -> None:
-        """Import vLLM, and freeze all objects that are there.
+        """Import vLLM, and exclude all present objects from garbage collection.
 
         vLLM collects garbage five times when it starts, and each collection visits every object that is not frozen.
         """
