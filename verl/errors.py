@@ -218,3 +218,11 @@ class SandboxError(RuntimeError):
 
 class WeightSyncError(RuntimeError):
     """An update of the rollout's weights failed on a rank, so no rank uses it."""
+
+
+class LedgerError(RuntimeError):
+    """The ledger of asynchronous training cannot be read or written, or one of its events was changed."""
+
+
+class LedgerFileError(LedgerError, WrongInput):
+    """A file is no ledger of asynchronous training that this version can read."""
