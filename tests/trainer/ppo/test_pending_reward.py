@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from verl.protocol import DataProto
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.ppo.reward import PendingReward, compute_reward
 from verl.utils.import_utils import load_extern_type
 from verl.utils.observe import activity
+from verl.workers.roles import RewardModelWorker
 
 
 class Group:
@@ -67,6 +69,34 @@ def test_only_workers_of_its_own_score_beside_other_passes(pool, order):
     assert set(asked.batch.keys()) == {"input_ids", "attention_mask", "position_ids", "responses"}
     assert list(asked.non_tensor_batch) == ["raw_prompt"] and asked.meta_info["global_steps"] == 7
     assert len(asked.select_idxs([0, 1, 2])) == 3 and asked.is_padding_enabled()
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_worker_of_a_fork_has_no_call_that_does_not_wait(pool):
+    """It reads the columns that it likes, and its batch is padded like that of our workers."""
+    events = []
+
+    class Forked:
+        def compute_rm_score(self, data):
+            assert data.is_padding_enabled() and data.meta_info["global_steps"] == 7
+            events.append(sorted(data.batch.keys() | data.non_tensor_batch.keys()))
+            return DataProto.from_dict({"rm_scores": data.batch["mine"]})
+
+    data = batch(mine=torch.tensor([[0, 3.0], [1.0, 0], [0, 0]]))
+    columns = sorted(data.batch.keys() | data.non_tensor_batch.keys())
+    metrics = {}
+    scores, _ = pending_reward(events, pool, Forked()).start(data, metrics).take(data, metrics)
+    assert events == [columns, "rule"] and metrics == {} and scores.sum(-1).tolist() == [6, 2, 0]
+    assert not data.is_padding_enabled()
+
+
+def test_a_subclass_scores_by_its_own_method():
+    class Mine(RewardModelWorker):
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+        def compute_rm_score(self, data):
+            return DataProto.from_dict({"rm_scores": data.batch["responses"] * 5.0})
+
+    assert Mine.__new__(Mine).start_rm_score(batch()).batch["rm_scores"].tolist() == [[5.0, 5.0]] * 3
 
 
 def test_scores_that_are_there_are_not_asked_for():

@@ -69,7 +69,9 @@ def test_nothing_is_synced_after_a_validation_or_without_an_update(trainer):
 def test_workers_of_a_fork_may_lack_the_call(trainer):
     trainer.actor_rollout_wg = SimpleNamespace(generate_sequences=lambda requests: requests)
     trainer.sync_weights()
+    assert trainer.state.engine_version is None, "nothing was synced"
     trainer.rollouts.generate(DataProto())
+    assert trainer.state.engine_version == trainer.state.weights_version
 
 
 def test_a_manager_of_a_fork_keeps_its_methods_and_gets_those_that_it_lacks(trainer):

@@ -101,3 +101,21 @@ def test_an_error_of_the_reward_model_reaches_the_caller() -> None:
     scores = ScoresOfParts(SimpleNamespace(start_rm_score=fail), [part], [part.batch])
     with pytest.raises(RuntimeError, match="no memory"):
         scores.add_to([part.batch])
+
+
+def test_a_worker_of_a_fork_gets_the_columns_of_its_requests() -> None:
+    asked: list[DataProto] = []
+
+    def compute_rm_score(data: DataProto) -> DataProto:
+        asked.append(data)
+        return DataProto.from_dict({"rm_scores": data.batch["responses"].float()})
+
+    answer = batch_of(2, 3)
+    request = DataProto.from_dict(non_tensors={"extra_info": ["a", "b"]})
+    del answer.non_tensor_batch["raw_prompt"]
+    part = Part(answer)
+    part.ended.set()
+    scores = ScoresOfParts(SimpleNamespace(compute_rm_score=compute_rm_score), [part], [request])
+    assert scores.add_to([answer]) == {}
+    assert answer.batch["rm_scores"].flatten().tolist() == [2, 3]
+    assert asked[0].non_tensor_batch["extra_info"].tolist() == ["a", "b"]

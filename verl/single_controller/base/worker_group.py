@@ -98,16 +98,13 @@ def registered_methods(cls: type) -> dict[str, decorator.MethodAttrs]:
 
 
 class Manager:
-    """A worker group or a manager of agent loops, as a training loop calls it at every step.
+    """The calls of a training loop that a worker group or a manager of agent loops need not answer.
 
-    Each method does nothing by default: workers and managers define those that they have something to do in.
+    Each method does nothing by default.
     """
 
     def wait_until_ready(self) -> None:
         """Wait until all actors have started."""
-
-    def sync_weights(self, step: int | None = None) -> None:
-        """Bring the weights of the rollout engine up to date."""
 
     def start_timeline(self) -> None:
         """Record spans from now on, for the timeline of the step."""

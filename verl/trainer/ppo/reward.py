@@ -41,7 +41,7 @@ from verl.utils.torch_functional import at_last_sampled, moved_to_sampled
 from verl.workers.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from verl.workers.rewards.loading import load_reward_manager as load_reward_manager
 from verl.workers.rewards.loading import reward_kwargs as reward_kwargs
-from verl.workers.rewards.model_scores import for_reward_model
+from verl.workers.rewards.model_scores import start_scoring
 from verl.workers.rewards.scoring import (
     FAILURE_COLUMN,
     UNAVAILABLE,
@@ -357,7 +357,7 @@ class PendingReward:
     def start(self, batch: DataProto, metrics: dict[str, float]) -> Self:
         """Start scoring; ``take`` does the part that must wait."""
         if self.reward_model is not None and "rm_scores" not in tensors_of(batch).keys():
-            self._model_scores = self.reward_model.start_rm_score(for_reward_model(batch))
+            self._model_scores = start_scoring(self.reward_model, batch)
             if self.own_pool:
                 return self
         self._start_rule(batch, metrics)

@@ -177,8 +177,11 @@ class Rollouts:
         if state.engine_version == state.weights_version or self._is_skipped:
             return
         is_standalone = self._manager is not None and not self._run.actor_rollout_ref.hybrid_engine
+        source = self._source if is_standalone else self._group
+        if not hasattr(source, "sync_weights"):  # the workers of a fork sync only when they generate
+            return
         with phase("weight_sync", step=state.step):
-            (self._source if is_standalone else adapted(self._group)).sync_weights(state.step)
+            source.sync_weights(state.step)
         state.engine_version = state.weights_version
 
     # ---- scores

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import DataProto, DataProtoFuture, tensors_of
 from verl.protocol.lazy import BY_REFERENCE
 from verl.utils.chat.messages import TURNS_COLUMN
 from verl.utils.failures import settle
 from verl.utils.metric import reduce_metrics
 
 if TYPE_CHECKING:
-    from verl.protocol import DataProtoFuture
     from verl.single_controller.ray import RayWorkerGroup
 
 SCORED_BY_MODEL = "score_by_model"
@@ -40,6 +39,19 @@ def for_reward_model(batch: DataProto, columns: DataProto | None = None) -> Data
         | ({BY_REFERENCE: True} if batch.meta_info.get(BY_REFERENCE) else {}),
         auto_padding=True,
     )
+
+
+def start_scoring(group: "RayWorkerGroup", batch: DataProto, columns: DataProto | None = None) -> DataProtoFuture:
+    """Let the reward model score a batch; the arguments are those of ``for_reward_model``.
+
+    The worker of a fork may only have ``compute_rm_score``. It gets the whole batch, and the caller waits for it.
+    """
+    if hasattr(group, "start_rm_score"):
+        future: DataProtoFuture = group.start_rm_score(for_reward_model(batch, columns))
+        return future
+    known = batch.non_tensor_batch if columns is None else {**columns.non_tensor_batch, **batch.non_tensor_batch}
+    whole = DataProto.from_dict(dict(tensors_of(batch).items()), known, dict(batch.meta_info), auto_padding=True)
+    return DataProtoFuture(DataProto.concat, [group.compute_rm_score(whole)])
 
 
 class ScoresOfParts:
@@ -72,7 +84,7 @@ class ScoresOfParts:
             asked = self._requests[at]
             if len(part) == len(asked):  # else rows were added, and the batch is scored as a whole
                 part.meta_info["global_steps"] = asked.meta_info.get("global_steps")
-                self._scores[at] = self._group.start_rm_score(for_reward_model(part, asked))
+                self._scores[at] = start_scoring(self._group, part, asked)
 
     def add_to(self, parts: Sequence[DataProto]) -> dict[str, Any]:
         """Add ``rm_scores`` (B, R) to the parts; return the metrics of the reward model, averaged over the rows."""

@@ -99,17 +99,9 @@ class RewardModelWorker(EngineWorker):
         return tokenizer, {tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
+    @DistProfiler.annotate(color="brown", role="reward_model_score")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` (B, R): the score of each response at its last sampled token, zero elsewhere."""
-        return self._compute(data)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
-    def start_rm_score(self, data: DataProto) -> DataProto:
-        """Run ``compute_rm_score`` while the driver continues with a future."""
-        return self._compute(data)
-
-    @DistProfiler.annotate(color="brown", role="reward_model_score")
-    def _compute(self, data: DataProto) -> DataProto:
         fault_point("compute_rm_score", rank=self.rank, step=BatchInfo.of(data).step)
         if self.config.is_generative:
             scores, metrics = self.judge(data)
@@ -120,6 +112,11 @@ class RewardModelWorker(EngineWorker):
             metrics |= used
         placed = at_last_sampled(scores.float(), sampled_mask(data))
         return DataProto.from_dict(tensors={"rm_scores": placed}, meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"), blocking=False)
+    def start_rm_score(self, data: DataProto) -> DataProto:
+        """Run ``compute_rm_score``, which a subclass may override, while the driver continues with a future."""
+        return self.compute_rm_score(data)
 
     def _classify(self, data: DataProto) -> tuple[Tensor, dict[str, float]]:
         """Return the values (B,) at the last token of each row, and the share of rows that were cut."""
