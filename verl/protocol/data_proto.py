@@ -111,6 +111,8 @@ class DataProtoItem:
 class DataProto:
     """Tensors with one batch dim, arrays with the same number of rows, and values that all rows share."""
 
+    # Trainers and workers of users call every public method, also those that nothing in this repository calls.
+
     # A factory leaves no default in the class, so that __getattr__ is asked for a batch that has not been copied yet.
     batch: TensorDict | None = field(default_factory=lambda: None)
     non_tensor_batch: Arrays = field(default_factory=dict)

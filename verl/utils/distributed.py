@@ -8,8 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.utils import envs
 from verl.utils.device import get_device_name, get_process_group_backend, get_torch_device
 from verl.utils.device.gloo import use_one_thread
+from verl.utils.import_utils import lazy_exports
 from verl.utils.net_utils import LOOPBACK
 
 logger = logging.getLogger(__name__)
+
+_FOR_FORKS = ("destroy_global_process_group", "set_numa_affinity")
+"""Helpers that only forks call."""
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_FOR_FORKS, "verl.compat.distributed"))
 
 _ENV_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -134,12 +138,6 @@ def take_over_timeout(mesh: DeviceMesh) -> None:
         dist.distributed_c10d._set_pg_timeout(group_timeout(), mesh.get_group(dim))
 
 
-def destroy_global_process_group() -> None:
-    """Leave the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def leave_process(code: int = 0) -> NoReturn:
     """Exit like the interpreter does, but without finalising it.
 
@@ -167,38 +165,3 @@ def run_and_leave(command: Callable[[], None]) -> NoReturn:
             leave_process(1)
         leave_process(stop.code or 0)
     leave_process(0)
-
-
-def _gpu_numa_node(device_index: int) -> int:
-    """Read the NUMA node of a GPU from sysfs; -1 if it is unknown."""
-    properties: Any = torch.cuda.get_device_properties(device_index)  # the fields differ between torch versions
-    bus = getattr(properties, "pci_bus_id", None)
-    if bus is None:
-        return -1
-    address = f"{properties.pci_domain_id:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
-    file = Path("/sys/bus/pci/devices") / address / "numa_node"
-    return int(file.read_text(encoding="utf-8")) if file.is_file() else -1
-
-
-def _parse_cpu_list(text: str) -> set[int]:
-    """Read the kernel's list format, for instance ``0-3,8``."""
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def set_numa_affinity() -> None:
-    """Bind this process to the cores of its GPU's NUMA node; do nothing without a GPU or an unknown node."""
-    if get_device_name() != "cuda" or not hasattr(os, "sched_setaffinity"):
-        return
-    node = _gpu_numa_node(torch.cuda.current_device())
-    cpu_list = Path(f"/sys/devices/system/node/node{node}/cpulist")
-    if node < 0 or not cpu_list.is_file():
-        return
-    cpus = _parse_cpu_list(cpu_list.read_text(encoding="utf-8")) & os.sched_getaffinity(0)
-    if not cpus:
-        logger.warning("this process may use no core of NUMA node %d: its affinity is unchanged", node)
-        return
-    os.sched_setaffinity(0, cpus)

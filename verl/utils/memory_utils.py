@@ -1,7 +1,6 @@
 """Memory of the device and the host: free it, measure it, and record allocations."""
 
 import ctypes
-import gc
 import logging
 import os
 import pickle
@@ -16,9 +15,20 @@ from typing import Any, ClassVar
 import psutil
 import torch
 
-from verl.utils.device import get_device_name, get_torch_device, set_expandable_segments
+from verl.utils.device import get_device_name, get_torch_device
+from verl.utils.import_utils import lazy_exports
 
 logger = logging.getLogger(__name__)
+
+_FOR_FORKS = (
+    "aggressive_empty_cache",
+    "reset_memory_stats",
+    "log_memory_usage",
+    "optimize_memory_for_inference",
+    "optimize_memory_for_training",
+)
+"""Helpers that only forks call."""
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_FOR_FORKS, "verl.compat.memory_utils"))
 
 _GIB = 1024**3
 _SHORT = 1 / 4
@@ -26,22 +36,6 @@ _SHORT = 1 / 4
 _STACKS = {"python": "python", "cpp": "all", "all": "all"}
 """torch records C++ frames only together with Python frames."""
 Device = torch.device | str | int | None
-
-
-def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Return unused memory to the device; repeat until no more is freed."""
-    if get_device_name() == "cpu":
-        gc.collect()
-        return
-    device = get_torch_device()
-    for _ in range(max_retries):
-        before = device.memory_reserved()
-        gc.collect()
-        device.empty_cache()
-        if force_sync:
-            device.synchronize()
-        if before - device.memory_reserved() < _GIB:
-            return
 
 
 def return_freed_host_memory() -> None:
@@ -74,12 +68,6 @@ def keep_freed_host_memory() -> bool:
     return False
 
 
-def reset_memory_stats() -> None:
-    """Reset the peak memory counters."""
-    if get_device_name() != "cpu":
-        get_torch_device().reset_peak_memory_stats()
-
-
 def get_memory_info() -> dict[str, float]:
     """Return GiB of resident memory and, on an accelerator, allocated, reserved, used (by all processes) and total."""
     figures = {"rss_gb": psutil.Process().memory_info().rss / _GIB}
@@ -94,23 +82,6 @@ def get_memory_info() -> dict[str, float]:
         "total_gb": total / _GIB,
         **figures,
     }
-
-
-def log_memory_usage(stage: str = "current") -> None:
-    """Log the memory of this process and its device."""
-    logger.info("%s: %s", stage, ", ".join(f"{name}={value:.2f}" for name, value in get_memory_info().items()))
-
-
-def optimize_memory_for_inference() -> None:
-    """Free memory for a rollout engine, whose sleep mode cannot use expandable segments."""
-    set_expandable_segments(False)
-    aggressive_empty_cache()
-
-
-def optimize_memory_for_training() -> None:
-    """Use expandable segments, and free memory that a rollout engine has left."""
-    set_expandable_segments(True)
-    aggressive_empty_cache(force_sync=False)
 
 
 def enable_memory_visualize(

@@ -45,6 +45,8 @@ class Worker(WorkerHelper):
     ``seconds_by_call`` adds up the seconds in each registered method; the reader clears it.
     """
 
+    # Workers of users call every public method, also those that nothing in this repository calls.
+
     fused_worker_attr_name = "fused_worker_dict"
 
     def __init__(self, cuda_visible_devices: str | None = None) -> None:

@@ -108,6 +108,8 @@ class RayWorkerGroup(WorkerGroup):
     for the construction of the workers. The first failure ends all actors of the group and of the groups of its pool.
     """
 
+    # Trainers of users call every public method, also those that nothing in this repository calls.
+
     def __init__(
         self,
         resource_pool: RayResourcePool | None = None,
