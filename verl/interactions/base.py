@@ -15,7 +15,7 @@ Answered = tuple[bool, str, float, JsonObject]
 class BaseInteraction(ABC):
     """Answers the model as a user would. One object serves all trajectories of a process, at the same time.
 
-    What belongs to one trajectory is kept under an instance id, from ``start_interaction`` to ``finalize_interaction``.
+    The state of a trajectory is kept under an instance id, from ``start_interaction`` to ``finalize_interaction``.
 
     Args: ``config`` of the interaction's item in the file, and its ``name``.
     """

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class DataProtoFuture:
     """The result of a call that is still running; the next call takes it in place of a batch.
 
-    ``wait_fn`` applies the deadline and the error rules of the worker group that made the call. It is dropped when
-    the future is sent to another process, which waits for at most ``timeout_s``. A worker group passes the results
-    as dependencies of the next call: ``futures`` then holds values, and nobody waits.
+    ``wait_fn`` applies the deadline and the error rules of the worker group that made the call. A future that is sent
+    to another process loses ``wait_fn``; that process waits for at most ``timeout_s``. A worker group passes the
+    results as dependencies of the next call: ``futures`` then holds values, and nobody waits.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]

@@ -1,7 +1,7 @@
 """Columns by reference: the rows of a column lie in the object store, and a process reads the rows that it needs.
 
-``by_reference`` puts the columns of a batch into the store, in blocks of rows, and leaves a ``LazyTensor`` of each.
-That is a tensor: it has shape and dtype, and every verb of DataProto takes it. Choosing, ordering, repeating and
+``by_reference`` puts the columns of a batch into the store, in blocks of rows, and replaces each by a ``LazyTensor``.
+This is a tensor with shape and dtype, and every operation of DataProto accepts it. Choosing, ordering, repeating and
 joining rows moves only their addresses. Sums over the last dim and digests are known, because they are computed where
 the column is stored. Any other operation reads the column first, with a log line and a count of its bytes
 (``take_touched``), and gives what it would give for a plain tensor. Writing changes the column, and the one that it is

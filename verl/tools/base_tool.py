@@ -16,7 +16,7 @@ Executed = tuple[ToolResponse, float, JsonObject]
 class BaseTool(ABC):
     """A tool that a model can call. One object serves all trajectories of a process, at the same time.
 
-    What belongs to one trajectory is kept under an instance id, from ``create`` to ``release``.
+    The state of a trajectory is kept under an instance id, from ``create`` to ``release``.
     A call that cannot succeed raises ``ToolError`` of ``verl.tools.calls``, whose text the model reads.
 
     Args:

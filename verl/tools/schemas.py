@@ -1,7 +1,7 @@
 """The schema of a tool, the calls of the model, and the answers to them.
 
-The schemas are those of OpenAI's function calling. They keep fields that they do not know, such as ``items`` of an
-array, so that the model sees what the author of a tool has written.
+The schemas are those of OpenAI's function calling. Unknown fields, such as ``items`` of an array, are kept, so that the
+model sees the schema as the author of the tool wrote it.
 """
 
 import json

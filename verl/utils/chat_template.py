@@ -98,8 +98,8 @@ def shared_time_limit() -> Iterator[None]:
 def template_problem(template: str, timeout_s: float = TRIAL_TIMEOUT_S) -> str | None:
     """Return why a template is invalid Jinja, or takes too much time, memory or text for a chat; None if it is fine.
 
-    A process renders a chat of one message and one of three, without and with a tool. That the template refuses a chat
-    is no problem.
+    A child process renders a chat of one message and one of three, without and with a tool. A template may refuse any
+    of these chats.
     """
     command = [sys.executable, "-I", template_trial.__file__, str(timeout_s)]
     process = start_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -24,7 +24,7 @@ def on_failure(then: Callable[[BaseException], None]) -> Iterator[None]:
     """Call ``then`` with the error that ends the enclosed code, and raise that error."""
     try:
         yield
-    except BaseException as error:  # an interrupt and a cancelled task leave something undone too
+    except BaseException as error:  # an interrupt or a cancelled task needs the clean-up too
         then(error)
         raise
 

@@ -151,7 +151,7 @@ def load_state(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
         # A copy, since torch could find another content than the checked one in an archive made for that purpose.
         with _state_archive(path) as archive, zipfile.ZipFile(copy, "w") as checked:
             for entry in archive.infolist():
-                if not entry.filename.endswith("/constants.pkl"):  # with it, torch would take the file for a program
+                if not entry.filename.endswith("/constants.pkl"):  # with it torch would run TorchScript
                     checked.writestr(entry.filename, archive.read(entry))
         copy.seek(0)
         return torch.load(copy, map_location="cpu", weights_only=False, pickle_module=reader)
@@ -258,8 +258,8 @@ def _build(unpickler: Any) -> None:
 class _ListedUnpickler(pickle._Unpickler):
     """An unpickler of listed and trusted names.
 
-    It is the one written in Python, since the other does not show which object gets which state. The speed suffices:
-    tensors and arrays of numbers are single values in a pickle.
+    It derives from the unpickler in Python, since the one in C does not show which object gets which state. It is fast
+    enough, since tensors and arrays of numbers are single values in a pickle.
     """
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}

@@ -39,8 +39,8 @@ def last_segment(
     A segment without a sampled token is left out, unless no segment has one. The column ``segments`` counts those that
     are left, and ``cut_segments`` those whose end does not fit their row.
 
-    Args: ``prompt_length`` and ``response_length`` are those of a row. What a later prompt has beyond the first goes
-        to the head of the response; None for no limit.
+    Args: ``prompt_length`` and ``response_length`` are the widths of a row, None for no limit. The part of a later
+        prompt beyond the first prompt goes to the start of the response.
     Raises: ValueError for an empty list; TypeError for anything but an AgentLoopOutput.
     """
     if isinstance(outputs, AgentLoopOutput):

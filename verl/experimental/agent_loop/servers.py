@@ -328,8 +328,8 @@ _ABORTS: "set[asyncio.Task[None]]" = set()  # the event loop holds weak referenc
 def without_events(method: RemoteMethod) -> RemoteMethod:
     """Return the method of an actor such that Ray keeps no records of its calls.
 
-    Its state service keeps about 4 kB for each of the last 100,000 calls, and every process reports its part of them
-    once a second.
+    Otherwise Ray's state service would keep about 4 kB for each of the last 100,000 calls, and every process would
+    report its calls once a second.
     """
     if not hasattr(method, "options"):  # a server might not be a Ray actor
         return method

@@ -107,10 +107,10 @@ class ElementCall:
 class Elements:
     """Reads ``<tool_call><function=NAME><parameter=KEY>TEXT</parameter></function></tool_call>`` in a text.
 
-    Blanks may stand between tags. Nothing in ``TEXT`` is escaped, so an argument that holds tags can be read in several
-    ways. It ends at a ``</parameter>`` before the next tag of the call: where all are alone on their lines, as chat
-    templates write them, at the first such one, unless end tags are left over then; else at the one with which all tags
-    inside are paired; or at the first one that leaves no end tag over before the next call; or at the first.
+    Blanks may stand between tags. Nothing in ``TEXT`` is escaped, so an argument that contains tags is ambiguous. It
+    ends at a ``</parameter>`` that the next tag of the call follows, chosen by the first rule that applies: the first
+    one alone on its line, as chat templates write it, if no end tag is then left over; the one with which all tags
+    inside are paired; the first one that leaves no end tag over before the next call; the first one.
     """
 
     def __init__(self, text: str) -> None:

@@ -28,8 +28,8 @@ class PassState(TypedDict):
 class AbstractSampler(Sampler[int]):
     """Yields row numbers of ``data_source``.
 
-    A sampler that learns has ``state_dict`` and ``load_state_dict`` for what it has learned. Its place in a pass over
-    the data may be part of that state; if it is not, checkpoints hold the place.
+    A sampler that learns has ``state_dict`` and ``load_state_dict`` for its learned state. The position in a pass over
+    the data may be part of that state; if it is not, checkpoints store the position separately.
     """
 
     def __init_subclass__(cls, **options: Json) -> None:

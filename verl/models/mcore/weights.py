@@ -238,7 +238,7 @@ def name_in_checkpoint(name: str) -> str:
 def reading_stacks(read: ReadPart, num_experts: int, shapes: Mapping[str, Sequence[int]]) -> ReadPart:
     """Return a function that reads single experts from the stacks of a checkpoint, and other tensors as they are.
 
-    Published stacks are transposed. Those that transformers 5 has saved are not: their ``shapes`` show it.
+    Published stacks are transposed, but stacks that transformers 5 has saved are not; ``shapes`` tell them apart.
     """
 
     def read_part(name: str, shape: Sequence[int], part: tuple[slice, ...]) -> Tensor:

@@ -278,7 +278,8 @@ class _OnCpu:
 class _Flash:
     """torch's flash attention with boundaries, as ``torch.nn.attention.varlen`` calls it.
 
-    That module's own backward pass knows no merged output. Works with torch 2.11 to 2.13.
+    The kernels are called directly, because that module's backward pass does not support merged outputs. Works with
+    torch 2.11 to 2.13.
     """
 
     def forward(self, call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Such code lacks two arguments of transformers' own models: the positions at which logits are needed, and the boundaries
 of packed sequences. Kimi-VL and MiniCPM-o also merge images in their own way. Here they merge as in
 ``verl.models.transformers.vision``: the tower runs exactly once per forward pass, before the sequence is sliced over
-ranks. It sees media that several rows share once, and a blank image if there is none.
+ranks. The tower gets media that several rows share only once, and a blank image if there are none.
 
 Written against the interfaces of the published repositories (``modeling_kimi_vl.py`` of Kimi-VL-A3B,
 ``modeling_minicpmo.py`` of MiniCPM-o 2.6), with transformers 5.16 to 5.19.

@@ -455,8 +455,8 @@ def attach_future_values(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 def _received(args: Args, kwargs: Kwargs, materialize_futures: bool) -> tuple[Args, Kwargs]:
     """Return the arguments of a call as the worker's method takes them.
 
-    It undoes ``attach_future_values``: Ray has replaced the references by values. Columns by reference are read here,
-    so that a method of a worker sees plain tensors.
+    This undoes ``attach_future_values``, after Ray has replaced the references by values. Columns by reference are read
+    here, so that a method of a worker gets plain tensors.
     """
     values = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith(_FUTURE_KEY)}
 

@@ -366,7 +366,7 @@ def _weights_route() -> Iterator[Row]:
 
 
 def _named_values() -> Iterator[Row]:
-    """Yield values of our keys that this version does not have yet."""
+    """Yield named values of present keys that this version does not have yet."""
     losses = {
         ("dppo_tv", "dppo_kl"): "DPPO, which bounds the divergence of whole distributions",
         ("dro",): "DRO, direct reward optimization",

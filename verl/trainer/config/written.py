@@ -35,7 +35,7 @@ def is_written(key: str) -> bool:
 
 
 def _files_of_user() -> Iterator[dict[str, Json]]:
-    """Yield the contents of the composed files outside our folder, each below the node that it is mounted at."""
+    """Yield the contents of the composed files outside verl's folder, each below the node at which it is mounted."""
     saved = HydraConfig.get()
     for file, node in composed_files(saved.job.config_name, [*saved.overrides.task, *saved.overrides.hydra]):
         if not file.is_relative_to(CONFIG_DIR):

@@ -53,7 +53,7 @@ _BY_ROLE = {MODEL: "model", "tool": "tool", "user": "user"}
 def conversations(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[Conversation | None] | None:
     """Return the conversation of each row, None where the loop keeps no turns; None if no row has any.
 
-    That of a trajectory of several segments has all of them; a turn ``segment`` shows the prompt of each further one.
+    The conversation of a trajectory has all of its segments; a turn ``segment`` shows the prompt of each further one.
     """
     columns = batch.non_tensor_batch
     if TURNS_COLUMN not in columns and EARLIER_COLUMN not in columns:

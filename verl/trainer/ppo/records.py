@@ -307,8 +307,8 @@ def dump_generations(
 ) -> Path:
     """Write ``<folder>/<step>.jsonl``: one object per sample with input, output, gts, score, step and the extras.
 
-    An extra is left out if its length is not the number of samples. One with the name of another column is
-    ``extra/<name>``.
+    An extra is left out if its length is not the number of samples. An extra with the name of another column is written
+    as ``extra/<name>``.
     A number that is not finite is written as text, for instance ``"NaN"``.
     """
     count = len(inputs)

@@ -2,7 +2,7 @@
 
 An agent loop hands on a trajectory as one row, its last segment, with the earlier ones in ``EARLIER_COLUMN``. Scores,
 filters and validation see one row for each trajectory. ``segment_rows`` then makes a row of each segment, before the
-models read the batch. What compares or sums up trajectories joins their rows again (``Joined``).
+models read the batch. Estimators that compare or sum up trajectories join their rows again (``Joined``).
 """
 
 import logging
@@ -66,9 +66,9 @@ def without_segments(batch: DataProto, reason: str) -> DataProto:
 def segment_rows(batch: DataProto) -> DataProto:
     """Return a batch with a row for each segment, trajectory after trajectory, from one with a row per trajectory.
 
-    A row of an earlier segment has all columns of its trajectory, and the tokens of its segment. Its score is that of
-    the trajectory, at its last sampled token, unless the loop gave the segment one. Columns with names in underscores
-    say which segment a row is; the tensor ``SHARE_COLUMN`` (N,), which share of its trajectory's sampled tokens it has.
+    A row of an earlier segment has all columns of its trajectory, and the tokens of its segment. Its last sampled token
+    has the score of the trajectory, unless the loop gave the segment a score. Columns with names in underscores number
+    the segments; the tensor ``SHARE_COLUMN`` (N,) is the segment's share of its trajectory's sampled tokens.
     """
     earlier: list[EarlierSegments | None] = list(batch.non_tensor_batch[EARLIER_COLUMN])
     sizes = [1 + (0 if each is None else len(each["scores"])) for each in earlier]

@@ -90,7 +90,8 @@ class ValidationSamples:
     def settle_failures(self) -> None:
         """Write the score of a failure to responses that are missing or could not be scored.
 
-        It is the stated one, else the smaller of 0 and the lowest score of the data source in this validation.
+        The score of a failure is the configured one, else the smaller of 0 and the data source's lowest score in this
+        validation.
         """
         reasons = self.extras.get(FAILURE_COLUMN)
         if reasons is None:

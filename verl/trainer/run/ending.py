@@ -40,7 +40,7 @@ class EndRequested(RuntimeError):
 class Ending:
     """The last checkpoint and the command to resume, for the last line of a run that a signal ends.
 
-    It is made before the run trains, since the folder may hold checkpoints of earlier runs.
+    Create it before training starts, when all checkpoints in the folder are those of earlier runs.
 
     Attributes: ``folder`` is the folder of the run; ``resume_mode`` and ``resume_from_path`` are keys of the command
         that resumes, the latter only if the mode reads it; ``report`` is whether the run writes a report; ``save_s``

@@ -117,7 +117,7 @@ class RunOutput:
     def _warn_if_nothing_is_trained(self) -> None:
         try:
             flags = find_flags(read_shaped(self.record.path))
-        except (OSError, ValueError) as error:  # the run is saved, whatever its record is
+        except (OSError, ValueError) as error:  # the weights are saved already, so a broken record must not end the run
             logger.warning("%s cannot be read: %s", self.record.path, error)
             return
         for flag in flags:

@@ -69,7 +69,7 @@ class Findings:
 
 
 def checked(check: Callable[[], T]) -> T:
-    """Return the result of the checks before the start of Ray; keys that the command line has refused count too.
+    """Return the result of the checks before the start of Ray, which include keys that the command line has refused.
 
     Raises: SystemExit with 2 after a message on standard error if they refuse the input; with 1 after the trace if a
         check itself is wrong.

@@ -44,9 +44,9 @@ class _Silence:
 class Watch:
     """Watches GCS and raylet, if this process has started them, and the process of the trainer, if it is on this host.
 
-    Of a cluster that this process has joined, it watches whether the GCS answers. A process that dies ends the run at
-    once. One that is silent ends it after a while: Ray's own after ``RAY_TIMEOUT_S``, the trainer after ``timeout_s``.
-    The trainer writes its activity to ``activity_path``.
+    Of a cluster that this process has joined, it watches whether the GCS answers. The death of a watched process ends
+    the run at once. A silent process ends it after a timeout: ``RAY_TIMEOUT_S`` for Ray's own processes, ``timeout_s``
+    for the trainer, which writes its activity to ``activity_path``.
 
     The thread that talks to Ray stops when ``is_over`` is set; ``is_stuck`` tells afterwards that it did not,
     or that Ray cannot end by itself. ``grace`` is the time in which the trainer may save after SIGTERM.

@@ -51,8 +51,8 @@ class CheckpointHandler:
 
     Args:
         engine: writes its own files; collective.
-        train_dataloader: its state goes into ``data_<dp_rank>.pt``. Other numbers of data-parallel ranks than those
-            that wrote a checkpoint continue at the same row.
+        train_dataloader: its state is saved as ``data_<dp_rank>.pt``. A run with another number of data-parallel ranks
+            than the checkpoint's continues at the same row.
         default_local_dir: root of the checkpoints.
         max_ckpt_to_keep: number of checkpoints to keep; None for all.
         default_hdfs_dir: finished checkpoints are copied there.

@@ -81,7 +81,7 @@ def with_tool_calls(messages: Sequence[Message]) -> list[Turn]:
     """Return the messages with a tool call before each tool message, and with identifiers that every template takes.
 
     A loop may keep tool calls in the text that the model wrote; some templates want them as objects, and some reject
-    text that looks like them. What the assistant said does not matter, because it stands before the boundary.
+    text that looks like tool calls. The assistant's text does not matter, because it is before the boundary.
     """
     result: list[Turn] = []
     callers: list[Turn] = []  # calls of the last assistant turn that wait for a result

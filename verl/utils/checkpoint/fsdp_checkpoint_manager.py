@@ -285,7 +285,7 @@ def _matched_optimizer(name: str, optimizer: torch.optim.Optimizer, saved: State
         raise CheckpointError(
             f"{name} belongs to another optimizer: groups of {sizes[0]} parameters there, {sizes[1]} here"
         )
-    # torch numbers parameters in the order of the groups, at the save as now, and keeps no names.
+    # torch's state has numbers instead of names: parameters in the order of the groups, which save and load share.
     order = [index for group in saved["param_groups"] for index in group["params"]]
     state = {}
     for index, param in zip(order, params, strict=True):

@@ -60,8 +60,8 @@ def _devices(group_class: Any, interfaces: str, process: int) -> list[Any]:
     torch makes a device for each group, and each device has a thread that wakes up a hundred times a second. A worker
     of Megatron-Core has a hundred groups or more: on CPU their idle threads take a good part of a core.
 
-    A forked process lacks the threads of its parent's devices. It makes devices of its own, and keeps those of its
-    parent: to free one is to wait for its thread, which ends the process by SIGSEGV.
+    A forked process lacks the threads of its parent's devices. Therefore it makes new devices, and never frees the
+    parent's: freeing a device waits for its thread, which ends the process by SIGSEGV.
     """
     names = [name for name in interfaces.split(",") if name]
     return [group_class.create_device(interface=name) for name in names] or [group_class.create_default_device()]

@@ -80,8 +80,8 @@ def _restore_steps(optimizer: DistributedOptimizer) -> None:
     """Patch the loading of checkpoints to keep one step counter per parameter.
 
     Megatron-Core gives all parameters the same counter tensor, which torch's Adam then increments once per parameter.
-    It also expects the counter among the tensors of a parameter. Needed from 0.9 on; remove it when Megatron-Core
-    supports torch's Adam here.
+    Megatron-Core also expects the counter among the tensors of a parameter. Needed from 0.9 on; remove it when loading
+    supports torch's Adam.
     """
     original = optimizer._set_main_param_and_optimizer_states
 

@@ -34,7 +34,7 @@ def _warmed_up(num_warmup_steps: int, after: Factor, start: float = 0.0) -> Fact
 
 
 def _cosine(num_warmup_steps: int, num_training_steps: int, min_lr_ratio: float, num_cycles: float) -> Factor:
-    """Fall along a cosine to ``min_lr_ratio`` once the warm-up is over."""
+    """Return the factor of a schedule that falls along a cosine to ``min_lr_ratio`` after the warm-up."""
 
     def factor(step: int) -> float:
         progress = (step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)

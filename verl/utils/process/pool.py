@@ -353,7 +353,7 @@ class DeadlinePool:
     def _collect(self, worker: _Worker, timeout_s: float, end: float) -> Outcomes:
         """Yield the outcomes of one process; kill it at its deadline."""
         worker.flush()
-        has_ended = worker.has_ended()  # before the last answers are read
+        has_ended = worker.has_ended()  # checked before reading, so that answers sent before the end are not missed
         for message in worker.receive():
             # The answers come in the order of the calls: the next call begins when this one has been answered.
             worker.deadline = time.monotonic() + timeout_s

@@ -51,7 +51,7 @@ def keep_files(folder: Path, contents: dict[str, bytes]) -> None:
 def run_command(command: str, folder: Path, rank: int) -> None:
     """Run a shell command in the folder of the profiles; a failure is logged, and does not end the run.
 
-    It finds the rank in ``VERL_PROFILE_RANK`` and the folder in ``VERL_PROFILE_PATH``.
+    The command gets the rank as ``VERL_PROFILE_RANK`` and the folder as ``VERL_PROFILE_PATH``.
     """
     variables = {**envs.mapping(), "VERL_PROFILE_RANK": str(rank), "VERL_PROFILE_PATH": str(folder)}
     try:

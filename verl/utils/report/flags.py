@@ -81,8 +81,8 @@ def _first_for_good(course: Sequence[tuple[int, bool]]) -> int | None:
 def _reward_collapse(entries: Entries) -> Iterator[Flag]:
     """Flag a mean score that fell for good.
 
-    It lost half of its gain, a quarter of its height above the minimum, a tenth of its range, and more than its noise:
-    2.5 times the usual change of a step, or twice the usual change over a tenth of the run.
+    The score must lose half of its gain, a quarter of its height above the minimum, a tenth of its range, and more than
+    its noise: 2.5 times the usual change of a step, or twice the usual change over a tenth of the run.
     """
     points = points_of(entries, "critic/score/mean")
     if len(points) < MIN_STEPS:
@@ -170,8 +170,8 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
 def _length_explosion(entries: Entries) -> Iterator[Flag]:
     """Flag responses that became twice as long with a fifth truncated, or of which half became truncated.
 
-    The second rule covers runs whose length limit is below twice the initial length. It wants 30 points more than at
-    the start.
+    The second rule covers runs whose length limit is below twice the initial length. It requires that the truncated
+    share has grown by 30 percentage points since the start.
     """
     points = points_of(entries, "response_length/mean")
     cut = points_of(entries, "response_length/clip_ratio")
@@ -274,7 +274,8 @@ def _reports(entries: Entries) -> Iterator[tuple[int, str, list[WorkerReport]]]:
 def _memory_growth(entries: Entries) -> Iterator[Flag]:
     """Flag the worker whose memory grows most after the first third of the run, if it keeps growing.
 
-    It grows by a tenth and by 0.1 GiB, steadily (rank correlation above 0.9), and by a fifth of that late.
+    Memory must grow by a tenth and by 0.1 GiB, steadily (rank correlation above 0.9), and a fifth of the growth must
+    come late.
     """
     largest = 0.0
     flags: list[Flag] = []

@@ -102,7 +102,8 @@ class _Group:
     def look(self, last: float, now: float) -> float:
         """Add the time used since the last look; return how long a thread ran or waited for a core.
 
-        It is the longest time of a thread: many that wait for one another's core are not awake longer than one.
+        The result is the maximum over threads: several threads that wait for the same core are together awake only as
+        long as one of them.
         """
         pids = self.processes()
         before_s = self.cpu_s

@@ -48,7 +48,7 @@ Result = dict[str, Any]
 class Test:
     """Input of one run: standard input, or arguments of a function.
 
-    ``code_after`` is test code for the names of the program. It runs in another process and must reach its end.
+    ``code_after`` is test code that uses the program's names. It runs in another process and must reach its end.
     """
 
     __test__ = False
@@ -100,7 +100,7 @@ def run_tests(
 ) -> list[Run]:
     """Run a program once per test. Stop if it does not compile or, with ``stop_at_failure``, at the first failure.
 
-    It waits until one of the cores is free that the programs of this machine share. A run that was idle for too long is
+    A run waits for a free core, since all programs of this machine share its cores. A run that was idle for too long is
     repeated, see ``_run_each``.
 
     Args:

@@ -42,8 +42,8 @@ LossFn = Callable[[ModelOutput, "DataProto"], tuple[list[Sum], dict[str, Metric]
 # Takes the output for a micro-batch and the micro-batch; returns the scalar to differentiate.
 OutputFn = Callable[[ModelOutput, MicroBatch], Tensor]
 
-# Takes, for each parameter, the checkpoint names of its tensors; returns the dtype in which all ranks' receivers hold
-# these, or None where they differ, or hold them in another form. Collective.
+# Takes, for each parameter, the checkpoint names of its tensors; returns the dtype in which the receivers of all ranks
+# hold these tensors, or None if the dtypes differ or a receiver stores the tensor in another form. Collective.
 AgreeOnDtypes = Callable[[Sequence[Sequence[str]]], Sequence[torch.dtype | None]]
 
 Part = Literal["model", "grad", "optimizer"]

@@ -240,7 +240,7 @@ def select_tokens(
 def row_seeds(data: "DataProto") -> Tensor:
     """Return a seed for each row, (B,) int64, independent of its position.
 
-    It is the seed that the response was sampled with, and without one a hash of its tokens.
+    This is the seed with which the response was sampled; without such a seed, a hash of its tokens.
     """
     batch = tensors_of(data)
     if "sampling_seed" in batch.keys():

@@ -230,9 +230,9 @@ class RolloutReplica(ABC):
         return ServerError(f"rollout server {self.server_name} has not started within {limit_s:g} s")
 
     def restart(self) -> None:
-        """End a standalone server, whatever state it is in; Ray starts it again, under the same handle.
+        """End a standalone server, whatever its state; Ray starts it again, under the same handle.
 
-        Its open requests fail. If it ``waits_for_weights``, it serves again after an update of them.
+        The server's open requests fail. If it ``waits_for_weights``, it serves again after a weight update.
         """
         self._ended_pid, self._may_end_until = self._pid, time.monotonic() + _RESTART_S
         # ray.kill returns before the process has ended.

@@ -108,7 +108,7 @@ class SharedMemory:
         """Overwrite the memory with the tensors of a bucket."""
         places, size = _places(layout_of(bucket))
         if size > self._size:
-            # It only grows: readers map as much as their layout says.
+            # Never shrink the file: readers map only the part that their layout needs.
             os.ftruncate(self._file, size)
             self._size = size
         with mmap.mmap(self._file, max(size, 1)) as memory:

@@ -161,7 +161,7 @@ def python_file_rules(path_key: str, path: str, name_key: str, name: Json) -> tu
 def may_register(path: str | None) -> bool:
     """Whether the file of a custom reward function may register a reward manager when it is run.
 
-    It may if it names ``register``, or imports anything but the standard library and this package.
+    That is so if the file contains ``register``, or imports anything but the standard library and this package.
     """
     file = None if path is None else python_file(path)
     if file is None:

@@ -25,9 +25,9 @@ def fork_rules(run: RunConfig) -> Iterator[Violation]:
 def obstacles(device: str, ray_init: Mapping[str, Json], profiler: str | None) -> Iterator[str]:
     """Yield each obstacle to forking Ray's processes from the fork server, with a remedy.
 
-    If the key is null, an obstacle lets Ray start these processes by itself. A fork must not share the libraries of an
-    accelerator. It runs on the machine of the launch, and starts with the modules that the fork server has imported,
-    whatever its own environment says. With ``cuda`` nothing forks: the fork server itself becomes the trainer.
+    If the key is null, an obstacle makes Ray start these processes itself. A fork must not share the libraries of an
+    accelerator, can only run on the machine of the launch, and has the modules that the fork server has imported, even
+    if its environment asks for others. With ``cuda`` nothing forks: the fork server itself becomes the trainer.
     """
     if sys.platform != "linux":
         yield f"needs Linux, and this machine runs {sys.platform}: write false or null"

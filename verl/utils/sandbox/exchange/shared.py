@@ -96,7 +96,7 @@ class Shared:
     def release(self, changed: list[int]) -> list[int]:
         """Remove the containers that only this table holds, and return the keys that the other process does not know.
 
-        It goes on with what these containers held, so that one call is enough for a list in a list in a list. Those in
+        The contents of removed containers are released too, so that one call is enough for nested lists. Containers in
         ``changed`` stay until the other process knows their contents.
         """
         kept = set(changed)

@@ -1,8 +1,8 @@
 """The checker's stand-ins: no answer of the program decides a comparison.
 
 ``==`` is identity, or compares the plain value under the object, or compares the attributes of two objects. Operators
-and methods that take a plain operand, which may be an expected value, are passed on for *trusted* objects only: those
-that the test itself made of a class that it names. They must not lead to a number.
+and methods that take a plain operand, which may be an expected value, are passed on for *trusted* objects only: objects
+that the test itself made of a class that it names. Such a call must not return a number.
 """
 
 from collections.abc import Callable

@@ -231,7 +231,7 @@ def _is_expert_class(module: nn.Module) -> bool:
 
 
 def _left_out(wrapped: Any, targets: "ModuleNames", excluded: "ModuleNames") -> list[str]:
-    """Return the names of the weights that ``target_modules`` mean and peft has not adapted.
+    """Return the names of the weights that ``target_modules`` select but peft has not adapted.
 
     peft knows the experts of some families only. In others it takes the projections of dense layers and of shared
     experts for those of routed experts, because checkpoints call all of them ``gate_proj``, ``up_proj``, ``down_proj``.

@@ -406,8 +406,8 @@ def _hold_in_fp32(model: nn.Module, pattern: str) -> None:
 def load_buffers(model: nn.Module, read: LocalReader) -> None:
     """Fill the persistent buffers from a checkpoint; a missing one keeps the value of a new model, with a warning.
 
-    No rank shards a buffer. One that transformers holds in fp32 whatever the dtype of the weights, such as the bias of
-    a router, is held in fp32 by this function too.
+    Buffers are not sharded. A buffer that transformers always holds in fp32, such as the bias of a router, also gets
+    fp32 here.
     """
     kept = []
     for part in model.modules():

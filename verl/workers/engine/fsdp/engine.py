@@ -269,8 +269,8 @@ class FSDPEngine(BaseEngine):
     def _free_gathered_weights(self) -> None:
         """Reshard every unit.
 
-        FSDP keeps the weights of the root gathered after a forward without a backward. They would be saved instead of
-        the shards, and would survive the loading of a checkpoint.
+        FSDP keeps the root's weights gathered after a forward without a backward. A checkpoint would then save the
+        gathered weights instead of the shards, and loading a checkpoint would not replace them.
         """
         for module in self.module.modules():
             if isinstance(module, FSDPModule):

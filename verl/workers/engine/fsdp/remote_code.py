@@ -18,8 +18,9 @@ _TOLERANCE = 0.1
 def check_remote_code(model: Any, infer: Callable[[DataProto], Tensor], packed: bool, sp_size: int) -> None:
     """Run a sequence with two different neighbours, and with another first token.
 
-    The neighbour is the sequence before it in the pack, or the padding before it in a padded row. It must not matter;
-    the first token must, also where Ulysses ranks share the sequence. All ranks take part.
+    The neighbour is the sequence before it in the pack, or the padding before it in a padded row. The neighbour must
+    not change the result, and the first token must change it, also if Ulysses ranks share the sequence. All ranks take
+    part.
 
     Args:
         model: the transformers model.

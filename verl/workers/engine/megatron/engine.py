@@ -107,8 +107,8 @@ class MegatronEngine(BaseEngine):
     def _needs_weights(self) -> bool:
         """Whether the weights must be loaded before the optimizer is built.
 
-        They must if the weights are offloaded next, so that an engine finds the memory free, or if an option copies
-        them in a way that ``reload_model_params`` does not repeat.
+        That is so if the weights are offloaded next, so that a rollout engine finds the memory free, or if an option
+        copies the weights in a way that ``reload_model_params`` does not repeat.
         """
         config = self.engine_config
         optimizer = self.optimizer_config

@@ -115,7 +115,7 @@ class WeightReceiver:
         self._group = WeightGroup(Rendezvous(**meeting), self._rank, self._device)
 
     def begin(self) -> None:
-        """Open the model."""
+        """Open the model for a weight update."""
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         if self._manager._session is not None:

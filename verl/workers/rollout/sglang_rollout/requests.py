@@ -1,6 +1,6 @@
 """Single requests to an SGLang engine, checked before it sees them, and their results.
 
-SGLang's scheduler ends with all of its requests at a token that the model does not have, and at some parameters.
+A token that the model lacks, and some parameters, would end SGLang's scheduler with all of its requests.
 """
 
 import inspect

@@ -61,10 +61,10 @@ class Arrival(base.WeightTransferUpdateInfo):
 
 
 class WeightReceiver(base.WeightTransferEngine[Connection, Arrival]):
-    """Loads the weights of the trainer into a worker of the engine, whole or not at all.
+    """Loads the weights of the trainer into a worker of the engine, completely or not at all.
 
-    The checksums of the tensors that arrived are in ``received``. What the engine holds after the load is read back
-    and compared with them.
+    ``received`` holds the checksums of the received tensors. After the load the engine's weights are read back and
+    compared with them.
     """
 
     init_info_cls = Connection

@@ -68,7 +68,7 @@ _MEDIA = ("av", "cv2")
 def _without_use_on_a_cpu() -> list[str]:
     """Return the optional packages of vLLM that a text model on a CPU does not use.
 
-    vLLM adds its operators to a list of torch's compiler. That takes a CPU second, and 80 MB of a worker that is a
-    fork. It also imports decoders of audio and video, 30 MB; ``patch.load_media_on_use`` imports these when used.
+    vLLM adds its operators to a list of torch's compiler, whose import takes a CPU second, and 80 MB in a forked
+    worker. vLLM also imports decoders of audio and video (30 MB), which ``patch.load_media_on_use`` imports when used.
     """
     return [*_MEDIA, *([_COMPILER] if envs.read("TORCHDYNAMO_DISABLE") == "1" else [])]
