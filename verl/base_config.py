@@ -114,7 +114,7 @@ MOST_SECONDS = 10**8
 
 
 class Range(NamedTuple):
-    """The values that a setting may have, beyond its type. A limit of None does not limit.
+    """The range of a setting's values; a limit of None means no limit.
 
     A number without an upper limit is at most ``MOST_INTEGER`` or ``MOST_NUMBER`` in magnitude, so it is finite.
     """

@@ -198,7 +198,7 @@ def _whiten(x: Tensor, keep: Tensor) -> Tensor:
 
 
 def whitening_mean(sums: Tensor, count: int) -> float:
-    """Return the mean of all tokens from the sums of the rows, (B,).
+    """Return the mean over all tokens, given the sum of each row, (B,).
 
     Raises: ValueError when there are fewer than two tokens.
     """
@@ -214,7 +214,7 @@ def centre(x: Tensor, keep: Tensor, mean: float) -> tuple[Tensor, Tensor]:
 
 
 def whitening_scale(squares: Tensor, count: int) -> float:
-    """Return the factor that gives centred tokens variance 1, from the sums of squares of the rows, (B,)."""
+    """Return the factor that scales centred tokens to variance 1, given the sum of squares of each row, (B,)."""
     return float((squares.sum().item() / (count - 1) + _WHITEN_EPSILON) ** -0.5)
 
 
@@ -382,7 +382,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 def centred_scores(
     token_level_rewards: Tensor, response_mask: Tensor, index: Index | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Subtract the mean of the prompt's samples: ``(S - mean) * m``, twice the same tensor."""
+    """Subtract the mean of the prompt's samples: ``(S - mean) * m``, returned as advantages and as returns."""
     with torch.no_grad():
         scores, group = _scores(token_level_rewards, response_mask, index)
         mean, _ = _group_means(scores, group)

@@ -348,7 +348,7 @@ _SUMS = "training/rollout_sums/"
 
 
 def gap_sums_of_rows(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return sums over the tokens of each row (b, R) from which ``gap_metrics`` makes the metrics, (b,) float64."""
+    """Return the sums over the tokens of each row (b, R) that ``gap_metrics`` needs, (b,) float64."""
     keep = mask.bool()
     ours = torch.where(keep, log_probs.double(), 0.0)
     theirs = torch.where(keep, rollout_log_probs.double(), 0.0)

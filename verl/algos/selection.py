@@ -89,7 +89,7 @@ def _threshold(values: Tensor, candidates: Tensor, count: int, across: Whole) ->
 
 
 def _first(keys: Tensor, candidates: Tensor, count: int, across: Whole) -> Tensor:
-    """Choose the ``count`` candidates with the smallest keys; copies of a row are chosen together."""
+    """Choose the ``count`` candidates with the smallest keys; copies of a row are chosen together or not at all."""
     return candidates & (keys <= _threshold(keys, candidates, count, across))
 
 

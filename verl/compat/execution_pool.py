@@ -45,12 +45,12 @@ class TokenBucketWorker:
 
     @ray.method(concurrency_group="release")
     def release(self) -> None:
-        """Give the place back."""
+        """Free the place that ``acquire`` took."""
         self._free.release()
         self._add(-1)
 
     def get_current_count(self) -> int:
-        """Return the number of places that are taken."""
+        """Return the number of occupied places."""
         return self._count
 
     def _add(self, change: int) -> None:

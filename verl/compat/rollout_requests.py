@@ -265,7 +265,7 @@ class AsyncRolloutRequest(BaseModel):
         reward_scores: Mapping[str, Any],
         finish_reason_type: FinishReasonTypeEnum = FinishReasonTypeEnum.STOP,
     ) -> None:
-        """Complete the request: drop a generation prompt that nobody continued, compare, and cut to the limits.
+        """Complete the request: drop an unused generation prompt, compare with the template, and cut to the limits.
 
         A difference between the trajectory and its conversation as a whole is logged and changes nothing.
 

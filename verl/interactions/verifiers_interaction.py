@@ -91,7 +91,7 @@ class _Rollout:
 
 
 class VerifiersInteraction(BaseInteraction):
-    """Lets an environment of verifiers answer. Rows give ``input`` in ``interaction_kwargs``, a row of its data set."""
+    """Lets an environment of verifiers reply. ``interaction_kwargs.input`` of a row is a row of its data set."""
 
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)

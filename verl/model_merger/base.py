@@ -122,7 +122,7 @@ class BaseMerger(ABC):
         return f"{expected}; use one of {', '.join(found)}" if found else expected
 
     def using_config(self) -> AbstractContextManager[None]:
-        """Name the model's configuration in whatever its code raises."""
+        """Add the name of the model's configuration to errors that its code raises."""
 
         def named(error: Exception) -> CheckpointError:
             reason = one_line(str(error) if isinstance(error, ValueError | OSError) else repr(error))

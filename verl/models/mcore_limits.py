@@ -109,7 +109,7 @@ def rope_limits(hf: "Fields") -> Iterator[Limit]:
 
 
 def scaling_limits(hf: "Fields") -> Iterator[Limit]:
-    """Yield the limits of rotary positions that may cover a part of each head."""
+    """Yield the limits of RoPE scaling, where RoPE may cover a part of each head."""
     rope = rope_of(hf)
     kind = rope.get("rope_type", "default")
     other = {name: rope.get(name) for name, value in LLAMA3.items() if rope.get(name) != value}

@@ -85,7 +85,7 @@ class ServerGeneration(Generation):
         return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
     async def _seen(self, policy: Policy, body: dict[str, Any], media: Media) -> str:
-        """Return the text that continues a prompt with images or videos, which the endpoint does not take."""
+        """Generate the text that continues a prompt with images or videos, which the endpoint does not support."""
         sampling = {name: value for name, value in body.items() if name not in ("model", "prompt")}
         output = await policy.server_manager.generate(
             secrets.token_hex(), prompt_ids=body["prompt"], sampling_params=sampling, multi_modal_data=media.as_data()

@@ -192,7 +192,7 @@ def _readers_of(copy: str) -> int:
 
 @contextlib.contextmanager
 def _replacing(copy: str) -> Iterator[bool]:
-    """Tell whether no other process reads a copy. The caller holds its lock, so that none begins to."""
+    """Yield whether no other process reads a copy. The caller holds its lock, so that no process starts reading."""
     # An exclusive lock succeeds only where no other process holds a shared one. It is not awaited: a reader keeps its
     # lock for as long as it runs.
     readers = _readers_of(copy)

@@ -139,7 +139,7 @@ GROUP_REPLACED = "another sample of its prompt failed"
 
 
 def mark_replaced(lines: Iterable[AttemptLine], uids: Iterable[str]) -> None:
-    """Say in the account that all samples of these prompts were replaced."""
+    """Mark all samples of these prompts as replaced in the account."""
     gone = set(uids)
     for line in lines:
         if line["uid"] in gone and line["outcome"] == OK:

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def places_of(batch: DataProto) -> list[Place]:
-    """Return the place of each row of a batch, by the tensors ``row`` and ``sample``, or by counting the ``uid``."""
+    """Return row and sample number of each row of a batch, from its tensors, or by counting equal ``uid``."""
     tensors = tensors_of(batch)
     count = len(batch)
     rows = tensors["row"].tolist() if "row" in tensors.keys() else range(count)

@@ -135,7 +135,7 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
 
 
 def check_sampled(row: int, output: AgentLoopOutput, response_length: int) -> None:
-    """Check that the policy has sampled a token of a trajectory, so that its score has a place.
+    """Check that a trajectory has at least one sampled token, to which its score can be assigned.
 
     Raises: ValueError naming the row.
     """

@@ -73,7 +73,7 @@ def last_segment(
 
 
 def _fitted(output: AgentLoopOutput, prompt_length: int | None) -> AgentLoopOutput:
-    """Move the end of a prompt that is too long to the head of the response, masked out of the loss like a prompt."""
+    """Move the end of an overlong prompt to the start of the response, masked out of the loss."""
     rest = [] if prompt_length is None else output.prompt_ids[prompt_length:]
     if not rest:
         return output

@@ -273,7 +273,7 @@ class AsyncLLMServerManager:
             answer.cancel()
 
     async def revive(self) -> None:
-        """Use servers again that were gone and answer."""
+        """Use lost servers again that answer now."""
         gone = [server for server in self._servers if server.gone is not None]
         answers = await asyncio.gather(*(_illness(server, HEARTBEAT_S) for server in gone))
         for server, illness in zip(gone, answers, strict=True):

@@ -201,7 +201,7 @@ class Elements:
         return self._is_next(place + 1, "parameter") or self._is_clean[min(place + 3, len(self.tags))]
 
     def _stop_of_call(self, place: int) -> int | None:
-        """Return where a call stops whose arguments end before a place; the last call may lack its ``</tool_call>``."""
+        """Return the end of a call whose arguments end before a position; the last call may lack ``</tool_call>``."""
         if not self._is_next(place, "function", is_end=True):
             return None
         if self._is_next(place + 1, "tool_call", is_end=True):

@@ -99,7 +99,7 @@ class MediaRules:
         return {kind: items for kind, items in media.items() if items}
 
     def check_shown(self, prompt_ids: Sequence[int], media: Media, key: str) -> None:
-        """Check that a prompt that a chat template has written again has a place for each image and video.
+        """Check that a re-rendered prompt has a placeholder for each image and video.
 
         Raises: WrongInput naming ``key``.
         """

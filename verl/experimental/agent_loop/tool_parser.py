@@ -288,7 +288,7 @@ class GptOssToolParser(ToolParser):
     _END: ClassVar[re.Pattern[str]] = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
 
     def parse(self, text: str, tools: Schemas = ()) -> Found:
-        """Return the text of the messages to the user, and the calls; the channel ``analysis`` holds neither."""
+        """Return the text of the messages to the user, and the calls; the channel ``analysis`` is skipped."""
         if "<|message|>" not in text:
             return text, []
         said: list[str] = []

@@ -95,7 +95,7 @@ class AgentLoopWorkerBase:
         )
 
     async def prepare(self, names: Sequence[str] | None = None) -> None:
-        """Build each of these loops once, by default the loop of rows without ``agent_name``.
+        """Build each of the named loops once; by default, the loop of rows without ``agent_name``.
 
         An error at this point, such as a wrong file of tools, affects every trajectory, so ``rollout.agent.on_failure``
         does not apply to it.

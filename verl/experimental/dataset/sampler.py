@@ -60,7 +60,7 @@ class Pass(Iterator[int]):
     def __init__(
         self, sampler: HasState, begin: SavedState, rows: Iterator[int], again: Callable[[], Iterator[int]]
     ) -> None:
-        """Take the state before the pass, the rows of the pass, and a function that starts the pass again."""
+        """Store the sampler's state before the pass, the rows of the pass, and a function that restarts the pass."""
         self._sampler = sampler
         self._begin = begin
         self._rows = rows

@@ -112,7 +112,7 @@ def supported_architectures() -> list[str]:
 
 
 def find_family(hf_config: "PretrainedConfig") -> Family:
-    """Return the family of a model; a classifier counts as its causal model.
+    """Return the family of a model; a classifier belongs to the family of its causal model.
 
     Raises: UnsupportedInput unless it names exactly one registered architecture.
     """

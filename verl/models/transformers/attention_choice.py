@@ -63,7 +63,7 @@ def _on_gpu(config: "PretrainedConfig", model_class: Any, dtype: torch.dtype, is
 
 @cache
 def _give_notice(why: str) -> None:
-    """Say once that attention takes memory for all pairs of tokens."""
+    """Log once that attention takes memory for all pairs of tokens."""
     logger.warning(
         "padded rows run with attn_implementation=eager because of %s: attention takes memory for all pairs of tokens "
         "of a row. use_remove_padding=true takes less, if the model can be packed",

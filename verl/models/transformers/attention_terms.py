@@ -38,7 +38,7 @@ class Terms:
         return self.softcap is not None or self.sinks is not None
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Return the logits under the cap."""
+        """Apply the soft cap to the logits."""
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
@@ -119,7 +119,7 @@ def written_out(
 
 @cache
 def give_notice_of_memory(device: str) -> None:
-    """Say once that attention takes memory for all pairs of tokens."""
+    """Log once that attention takes memory for all pairs of tokens."""
     logger.warning(
         "attention with a cap of its logits, or with sinks, is written out on %s: it takes memory for all pairs of "
         "tokens of a sequence and head. On a GPU flash-attn (a cap) or flex_attention (without dropout) takes less",

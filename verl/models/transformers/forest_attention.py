@@ -132,7 +132,7 @@ class _Kernel(Protocol):
         sums: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the part of the gradients of query, key and value, for the merged output and sums."""
+        """Return this call's part of the gradients of query, key and value, given the merged output and sums."""
 
 
 class _MergedContext(Kept, Protocol):

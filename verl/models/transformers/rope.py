@@ -77,7 +77,7 @@ def row_lengths(positions: Tensor, attended: Tensor) -> Tensor:
 
 
 def packed_row_lengths(positions: Tensor, lengths: list[int]) -> Tensor:
-    """Return the same for packed rows of these numbers of tokens: positions are (..., 1, T), the result is (1, T)."""
+    """Return the row length of each token in packed rows with these lengths: (1, T) for positions (..., 1, T)."""
     flat = positions.reshape(-1, positions.shape[-1]).amax(0)
     counts = torch.tensor(lengths, device=flat.device)
     row = torch.arange(len(lengths), device=flat.device).repeat_interleave(counts, output_size=len(flat))
@@ -186,7 +186,7 @@ def _pretrained(rotary: Any, kind: str, layer_type: str | None) -> int:
 
 
 def _forget(rotary: Any, kind: str, layer_type: str | None) -> None:
-    """Undo the choice of the pass before, which transformers keeps."""
+    """Undo the choice of frequencies that transformers keeps from the previous pass."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     if kind == "dynamic":
         setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
@@ -214,7 +214,7 @@ def install_row_temperature(model: nn.Module) -> None:
 
 
 def _keep_positions(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-    """Keep the positions of a pass, or of the part that the backward pass computes again."""
+    """Store the positions of a pass, or of the part that the backward pass recomputes."""
     layer.self_attn.__dict__[_POSITIONS] = kwargs["position_ids"]
 
 

@@ -35,7 +35,7 @@ class WorkerHelper:
     @staticmethod
     @deprecated("get_available_master_addr_port")
     def get_availale_master_addr_port() -> tuple[str, str]:
-        """Return the same; the established verl interface has this misspelt name."""
+        """Call ``get_available_master_addr_port`` by the misspelt name of the established verl interface."""
         return WorkerHelper.get_available_master_addr_port()
 
 
@@ -199,7 +199,7 @@ class DistProfilerExtension:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run_profile_command(self, command: str, folder: str, ranks: list[int] | None) -> None:
-        """Run a shell command on these ranks, or with None on all."""
+        """Run a shell command on the given ranks; None means all ranks."""
         rank: int = self.rank  # type: ignore[attr-defined]
         if ranks is None or rank in ranks:
             run_command(command, Path(folder), rank)

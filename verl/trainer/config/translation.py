@@ -68,7 +68,7 @@ class Translation:
             logger.warning("keys of another version: %s", "; ".join(dict.fromkeys(self._said)))
 
     def _divided(self, override: Override, is_read: bool) -> dict[str, Json]:
-        """Keep the part of an override that sets keys of this version, and return the other."""
+        """Keep the part of an override that sets keys of this version, and return the other part."""
         given = dict(_given(override))
         rows = {key: self._row(key, value) for key, value in given.items()}
         theirs = {key: given[key] for key, row in rows.items() if row is not None and not (is_read and row.roots)}
@@ -191,7 +191,7 @@ def _leaves(node: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, J
 
 
 def _tops(keys: Mapping[str, Json], tree: Mapping[str, Json]) -> list[str]:
-    """Return the highest nodes of a tree that hold none but these keys, in place of the keys."""
+    """Replace keys by the highest nodes of a tree that hold only such keys."""
     left = {node for key, _ in _leaves(tree) if key not in keys for node in _above(key)}
     return [*dict.fromkeys(next(node for node in _above(key) if node not in left) for key in keys)]
 

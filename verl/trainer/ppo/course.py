@@ -57,7 +57,7 @@ class Course:
         return bool(self._options.val_only)
 
     def begin_step(self) -> None:
-        """Move to the next step; keep where its data begin, for a checkpoint of the last full step."""
+        """Move to the next step; record where its data begin, for a checkpoint of the last full step."""
         if self._checkpoints.may_be_written:
             self._checkpoints.keep_start_of_step()
         self._state.begin_step()

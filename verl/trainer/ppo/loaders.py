@@ -165,7 +165,7 @@ def complete_data_node(config: DictConfig) -> None:
 
 
 def _prompt_tools(config: DictConfig) -> dict[str, Any] | None:
-    """Return the tools that count for the filter of long prompts, as ``DataConfig.prompt_tools``; None without any."""
+    """Return the tools whose descriptions count in the filter of long prompts; None without tools."""
     rollout = config.actor_rollout_ref.rollout
     turns = OmegaConf.select(rollout, "multi_turn") or {}
     has_tools = turns.get("tool_config_path") or turns.get("function_tool_path")

@@ -201,7 +201,7 @@ class RayPPOTrainer:
         self.rollouts.wait_until_ready()
 
     def _take_over_changes(self) -> None:
-        """Read the configuration again, because a fork may have written to ``config`` since."""
+        """Parse the configuration again, because a user's fork might have changed ``config``."""
         self.run_config = RunConfig.parse(self.config)
         self.__dict__.pop("checkpoints", None)  # the old ones hold the old configuration
 

@@ -87,7 +87,7 @@ class Rollouts:
     # ---- the responses of a training step
 
     def sample(self, batch: DataProto, reward_fn: RewardFn | None, metrics: Metrics, timing: Timing) -> Sampled:
-        """Sample ``rollout.n`` responses per prompt; return the prompts, the responses and the seeds of these.
+        """Sample ``rollout.n`` responses per prompt; return prompts, responses, and the responses' seeds.
 
         The columns that the rollout reads move from ``batch`` to the prompts.
         """
@@ -98,7 +98,7 @@ class Rollouts:
         return prompts, output, seeds
 
     def requests(self, batch: DataProto, reward_fn: RewardFn | None, metrics: Metrics) -> Sampled:
-        """Return the prompts, the requests for their responses, and the seeds of these."""
+        """Return the prompts, the requests for their responses, and the requests' seeds."""
         prompts = self._take_prompts(batch)
         count_shared_bytes(prompts.non_tensor_batch, metrics)
         if self._run.trainer.lazy_columns:
@@ -243,7 +243,7 @@ def take_prompts(batch: DataProto, with_scoring_columns: bool) -> DataProto:
 
 
 def repeated(prompts: DataProto, num_samples: int, state: RunState) -> tuple[DataProto, torch.Tensor]:
-    """Return a request for each sample, and the seeds of these, (num_prompts * num_samples,)."""
+    """Return a request for each sample, and the requests' seeds, (num_prompts * num_samples,)."""
     requests = prompts.repeat(repeat_times=num_samples, interleave=True)
     first = prompts.meta_info["first_prompt"]
     seeds = sampling_seeds(state.seed, state.step, len(prompts), num_samples, first_prompt=first)

@@ -35,7 +35,7 @@ class SparePrompts:
         self._state = state
 
     def draw(self, count: int) -> DataProto:
-        """Return the next prompts, each with a ``uid``; meta ``first_prompt`` is the place that their seeds have."""
+        """Return the next prompts, each with a ``uid``; meta ``first_prompt`` is the first index for their seeds."""
         state = self._state
         first = self._state.spares_drawn
         size = len(self._dataset)
@@ -76,7 +76,7 @@ def replace_failed(
     num_samples: int,
     step: int,
 ) -> tuple[DataProto, Sampled]:
-    """Put spare prompts with their responses in place of the prompts that ``replace`` of the responses names.
+    """Replace the prompts that the column ``replace`` of the responses marks by spare prompts with responses.
 
     Raises: RuntimeError when spare prompts fail again and again.
     """

@@ -275,7 +275,7 @@ class Progress:
         self._display.progress(start_step, total_steps, start_step, "", 0.0)
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Remember the parts of the text that these metrics have."""
+        """Store the parts of the progress text that these metrics contain."""
         parts = self._describe(metrics)
         before = self._parts or [None] * len(parts)
         self._parts = [old if new is None else new for old, new in zip(before, parts, strict=True)]

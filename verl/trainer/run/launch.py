@@ -210,7 +210,7 @@ def start_ray(
 
 
 def stop_forwarding() -> None:
-    """Show no more lines of the processes of the local cluster."""
+    """Stop showing lines of the local cluster's processes."""
     global _log_forwarder
     if _log_forwarder is not None:
         _log_forwarder.stop()

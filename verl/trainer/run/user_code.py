@@ -144,7 +144,7 @@ def _add_rollout(code: UserCode, run: RunConfig, broken: Collection[str]) -> Non
 
 
 def _other_place(cluster: RayConfig) -> str | None:
-    """Return where the run imports the modules, if that is not this machine and environment."""
+    """Return the place where the run imports the modules, if it is another machine or environment."""
     environment = mapping_at(cluster.ray_init or {}, "runtime_env")
     variables = mapping_at(environment, "env_vars")
     if environment.keys() - {"env_vars"} or {"PYTHONPATH", EXTERNAL} & variables.keys():

@@ -139,7 +139,7 @@ class Watch:
         return self._ray if self._trainer is None else [*self._ray, self._trainer]
 
     def _check(self, elapsed_s: float) -> LostProcessError | None:
-        """Return the loss of a process that has died, or whose silence, now longer by ``elapsed_s``, is too long."""
+        """Add ``elapsed_s`` to the processes' silence; return the loss of one that died or is silent too long."""
         self._find_trainer()
         loss = self._find_dead(self._all())
         for silence in self._ray:

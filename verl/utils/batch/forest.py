@@ -37,7 +37,7 @@ class Neighbours:
 
 
 def cut_neighbours(found: Neighbours, max_tokens: int) -> list[tuple[int, int]]:
-    """Cut the order into as few runs as hold at most ``max_tokens`` distinct tokens each, of similar size.
+    """Cut the ordered rows into as few runs as possible of at most ``max_tokens`` distinct tokens and similar size.
 
     Returns: (first, last) of each run, the largest first: memory then peaks early.
     """

@@ -60,7 +60,7 @@ class ControlTexts:
         return self._starts.sub(rf"\1{CUT}", self._lone.sub("?", text))
 
     def of_others(self, message: Message) -> Turn:
-        """Return a message of somebody else with cuts in its content and name."""
+        """Return a message of a tool or user with cuts in its content and name."""
         return {
             key: _with_texts(value, self.cut) if key in ("content", "name") else value for key, value in message.items()
         }

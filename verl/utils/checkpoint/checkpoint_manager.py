@@ -218,7 +218,7 @@ class BaseCheckpointManager(ABC):
             return files.move_files(unfinished, folder, name)
 
     def check_parts(self, key: str) -> None:
-        """Reject contents that this manager was not given.
+        """Reject checkpoint contents for which this manager has no object.
 
         Raises: ValueError naming the config key.
         """

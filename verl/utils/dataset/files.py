@@ -650,7 +650,7 @@ def _limits(settings: DataConfig, kind: str) -> Iterator[tuple[str, int]]:
 
 
 def _count_places(messages: pa.Array, *kinds: str, markers: bool = True) -> np.ndarray:
-    """Count the typed parts of some kinds in the messages of each row, and their markers if these are no text."""
+    """Count typed parts of the given kinds in the messages of each row, and markers unless these are text."""
     flat = pc.list_flatten(messages)
     if flat.type.get_field_index("content") < 0:
         return np.zeros(len(messages), dtype=int)

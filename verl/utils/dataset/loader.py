@@ -75,7 +75,7 @@ class _Place:
         return cls(sampler, snapshot["_snapshot_step"], process["dataset_state"], state["_iterator_finished"])
 
     def alone(self) -> State:
-        """Return the state of a loader without processes at this place."""
+        """Return the state of a loader without processes at this position."""
         return self.sampler | {
             "_num_yielded": self.batches,
             "fetcher_state": None,
@@ -84,7 +84,7 @@ class _Place:
         }
 
     def for_processes(self, count: int, seed: int) -> State:
-        """Return the state of a loader with ``count`` processes at this place; random numbers start at ``seed``."""
+        """Return the state of a loader with ``count`` processes at this position; random numbers start at ``seed``."""
         processes = {
             f"worker_{number}": {"worker_id": number, "fetcher_state": None, "dataset_state": self.data}
             for number in range(count)

@@ -155,7 +155,7 @@ class Request(NamedTuple):
     handles: list[int]
 
     def is_wanted(self) -> bool:
-        """Whether the client still waits, and now leaves the process to the server."""
+        """Whether the client still waits, and from now on relies on the server for the process."""
         with suppress(OSError):
             self.connection.sendall(b"y")
             return self.connection.recv(1) == b"y"

@@ -31,7 +31,7 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 def product_on_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None, product: Product | None = None) -> Tensor:
-    """Return ``torch.nn.functional.linear``, with the bits that blocks of 16 rows give.
+    """Compute ``torch.nn.functional.linear``, bitwise equal to its result on blocks of 16 rows.
 
     Plain form: ``on_blocks(lambda block: linear(block, weight, bias), x)``. Larger blocks take the place of several
     where ``_gives_same_bits`` has found that their kernel gives the same. ``product`` may take the place of ``linear``.

@@ -62,7 +62,7 @@ class ActivityFile:
         return None
 
     def modified_ns(self) -> int:
-        """Return the time of the last sign of life; now, when somebody has removed the file."""
+        """Return the time of the last sign of life; the present time if the file was removed."""
         with suppress(FileNotFoundError):
             return self._path.stat().st_mtime_ns
         return time.time_ns()

@@ -286,7 +286,7 @@ class DeadlinePool:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Kill the processes unless the block runs to its end: nobody reads their late answers."""
+        """Kill the processes unless the block completes, since nobody reads their late answers."""
         with self._lock, ExitStack() as interrupted:
             interrupted.callback(_end_all, self._workers)
             yield

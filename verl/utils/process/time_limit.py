@@ -159,7 +159,7 @@ def _set_exception(thread: int) -> None:
 
 
 def _take_back() -> None:
-    """Let no exception reach the code after the body: an exception pending in this thread is raised, and caught, now.
+    """Raise and catch an exception that is still pending in this thread, so that it cannot reach later code.
 
     Setting None would withdraw the exception too, but CPython until 3.11 then takes one to be pending for ever, and a
     debugger or a profiler never gets beyond its next function call, in any thread.

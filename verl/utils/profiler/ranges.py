@@ -81,7 +81,7 @@ def topk_reduce_ratio_min_max(timing: float, k: int = 10) -> tuple[float, float,
 
 @cache
 def marks() -> tuple[Callable[..., RangeId], Callable[[RangeId], None]]:
-    """Return the functions that open and close a range, of the library that this process marks ranges with."""
+    """Return the functions of this process's marking library that open and close a range."""
     from verl.utils.device import is_npu_available
 
     if is_npu_available:  # Ascend tools ignore NVTX, even if nvtx is installed

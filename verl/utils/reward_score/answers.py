@@ -117,7 +117,7 @@ def _read(tokens: Sequence[str], depth: int = 0) -> Tree:
 
 
 def _lists(tokens: Sequence[str]) -> list[Collection[str]]:
-    """Return the separators of lists, the loosest first; in ``1, 2 or 3`` all are alike."""
+    """Return the separators of lists, the loosest first; in ``1, 2 or 3`` comma and "or" are equivalent."""
     _, found = _split(tokens, (*_LISTED, *CONNECTIVES))
     if found and found[-1] in CONNECTIVES and not set(CONNECTIVES) & set(found[:-1]):
         return [(*_LISTED, *CONNECTIVES)]

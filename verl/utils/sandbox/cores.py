@@ -1,4 +1,4 @@
-"""The cores that programs under test share, and who may try a program once more."""
+"""The cores that programs under test share, and the permits for second tries."""
 
 import fcntl
 import json

@@ -201,7 +201,7 @@ class ActorConfig(TrainedConfig):
 
     @property
     def uses_full_kl(self) -> bool:
-        """Whether the loss compares whole distributions, for which the actor's engine needs the reference."""
+        """Whether the loss compares whole distributions; the actor's engine then needs the reference model."""
         return self.use_kl_loss and self.kl_loss_type == FULL_KL
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Json] | None = None) -> None:

@@ -48,7 +48,7 @@ class CustomRewardFunctionConfig(BaseConfig):
 
 @dataclass
 class ScoringConfig(BaseConfig):
-    """The score of a response that cannot be scored, and how long scoring may take."""
+    """Limits of scoring: its time limits, and the score of a response that cannot be scored."""
 
     failure_score: float | None = setting(None, "score of a response whose scorer fails; null: the lowest")
     timeout_s: float = setting(300, "seconds to score one response", above=0, at_most=MOST_SECONDS)
@@ -80,7 +80,7 @@ class SandboxFusionConfig(BaseConfig):
 
 @dataclass
 class LocalSandboxConfig(BaseConfig):
-    """Code under test on this machine."""
+    """The local sandbox for code under test."""
 
     timeout_s: float = setting(
         10, "seconds of processor time of one program on one input", above=0, at_most=MOST_SECONDS

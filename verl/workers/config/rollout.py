@@ -158,7 +158,7 @@ class ServerConfig(BaseConfig):
 
 
 def start_limit_s(written: float | None, device: str) -> float:
-    """Return the limit of the start of a server; models of 32B and more take many minutes on accelerators.
+    """Return the time limit for the start of a server; models of 32B and more take many minutes on accelerators.
 
     Args: ``written`` is ``server.max_start_wait_time``, ``device`` the kind of the server's devices.
     """

@@ -104,7 +104,7 @@ class AbstractRewardManager:
         to_rewards: ToRewards | None = None,
         writes_acc: bool = False,
     ) -> RewardOutput:
-        """Do the work of ``__call__`` with other functions than ``score`` and ``rewards``."""
+        """Score a batch like ``__call__``, with given functions instead of ``score`` and ``rewards``."""
         given = scoring.given_scores(data, return_dict)
         if given is not None:
             self._check_given(data)

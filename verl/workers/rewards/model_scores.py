@@ -55,7 +55,7 @@ def start_scoring(group: "RayWorkerGroup", batch: DataProto, columns: DataProto 
 
 
 class ScoresOfParts:
-    """Sends each part of a batch to the reward model when its references resolve, in a thread.
+    """A thread that sends each part of a batch to the reward model as soon as the part is generated.
 
     A part is always the same rows, so its scores do not depend on the order in which the parts end.
 

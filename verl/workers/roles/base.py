@@ -100,7 +100,7 @@ class EngineWorker(Worker, DistProfilerExtension):
 
     @property
     def optimizer_nodes(self) -> "list[OptimizerConfig | DictConfig]":
-        """The nodes of the optimizers that this role has, typed or not; both where a subclass may read either."""
+        """The role's optimizer nodes, in typed and untyped form if a subclass might read either."""
         return []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

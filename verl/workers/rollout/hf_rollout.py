@@ -242,7 +242,7 @@ class HFRollout(BaseRollout):
         return self._rope.rows(row_lengths(positions, mask[:, -positions.shape[-1] :]))
 
     def _switches(self, position: Tensor) -> bool:
-        """Return whether a row leaves the pretraining's RoPE frequencies with the token at this position.
+        """Return whether a row switches to other RoPE frequencies than in pretraining with the token at this position.
 
         The cached keys of the row have the earlier frequencies, so the row is computed again, as transformers does for
         Phi-3.

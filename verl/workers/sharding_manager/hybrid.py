@@ -169,7 +169,7 @@ def _empty_cache() -> None:
 
 
 def complete(coroutine: Coroutine[None, None, None] | None) -> None:
-    """Run a coroutine to its end; None is the result of a plain function in its place.
+    """Run a coroutine to its end; do nothing for None, the result of a plain function.
 
     In an actor with an asynchronous method, Ray calls every method inside an event loop. That loop cannot run another
     one, so the coroutine then runs in a thread with the same current device.

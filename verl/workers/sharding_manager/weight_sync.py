@@ -154,7 +154,7 @@ class WeightSync:
         self._bucketer.flush()
 
     def _agreed_dtypes(self, names: Sequence[Sequence[str]]) -> list[torch.dtype | None]:
-        """Return the dtype in which the engines of all ranks hold the tensors of a parameter, else None; collective."""
+        """Return the dtype in which all ranks' engines hold a parameter's tensors; None if they differ; collective."""
         dtypes: list[set[torch.dtype | None]] = [set() for _ in names]
         with self._failure_kept():
             dtypes = [{self._rollout.weight_dtype(name) for name in each} for each in names]

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API: an answer of the model, or an error, as JSON; token ids under the names that vLLM uses."""
+"""Answers of the OpenAI API as JSON: the model's answer or an error, with token ids under vLLM's names."""
 
 import json
 from collections.abc import Iterator

@@ -163,7 +163,7 @@ def _options(config: DictConfig) -> str:
 
 @lru_cache(maxsize=4)
 def _templates(tokenizer: "PreTrainedTokenizerBase", options: str, cache_bytes: int, encode_s: float) -> Templates:
-    """Return the chat formats of this process, whose proofs all trajectories share."""
+    """Return the chat formats of this process, so that all trajectories share their checks."""
     return Templates(tokenizer, json.loads(options), cache_bytes, encode_s)
 
 

@@ -245,7 +245,7 @@ class Endpoint:
 
     @contextmanager
     def _underway(self, session: Session) -> Iterator[None]:
-        """End the request of this task when its trajectory ends, also while its body arrives."""
+        """End the request of this task when its trajectory ends, even while its body is still arriving."""
         tasks = self._sessions.get(session.name, ("", None, set()))[2]
         task = asyncio.current_task()
         assert task is not None

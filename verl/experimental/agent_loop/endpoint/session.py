@@ -96,7 +96,7 @@ class Segment(Generic[Said]):
     answered: float = 0.0
 
     def added(self, token_ids: list[int], messages: Sequence[Message]) -> Added:
-        """Return the tokens that new messages add; messages of tools count the time since the last answer."""
+        """Return the tokens that new messages add; tool messages are timed from the last answer."""
         role = messages[0]["role"]
         seconds = time.perf_counter() - self.answered if role == "tool" else 0.0
         text = "\n".join(message["content"] for message in messages)
@@ -212,7 +212,7 @@ class Session:
         return segment, Added()
 
     def _check_sizes(self, texts: Iterable[_Text]) -> None:
-        """Refuse texts that surely have more tokens than a trajectory, before any is encoded: that takes seconds a MB.
+        """Refuse texts that surely exceed the tokens of a trajectory without encoding them, which takes seconds per MB.
 
         Raises: RequestError naming the text that is too much.
         """

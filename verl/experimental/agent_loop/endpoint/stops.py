@@ -28,7 +28,7 @@ class Rest:
     ends_turn: bool = False
 
     def taken_from(self, later: str) -> str:
-        """Return the text after an answer without this rest at its beginning, which the tokens already contain."""
+        """Remove this rest from the start of the text after an answer, since the tokens already contain it."""
         shared = len(os.path.commonprefix([self.text, later]))
         return later[shared:] if shared >= self.size else later
 

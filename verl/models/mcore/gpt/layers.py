@@ -111,7 +111,7 @@ class PathRotary:
 
 
 def attach_paths(chunk: nn.Module) -> None:
-    """Let the tokens of a text model have other positions than their places in a packed row."""
+    """Let a text model use given positions instead of the tokens' indices in a packed row."""
     chunk.paths = PathRotary()  # type: ignore[assignment]
     chunk.rotary_pos_emb.register_forward_hook(chunk.paths)  # type: ignore[union-attr, arg-type]
 

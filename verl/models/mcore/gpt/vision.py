@@ -91,7 +91,7 @@ class _AddDeepFeatures(torch.autograd.Function):
 
 
 class _DeepFeatureGradients(torch.autograd.Function):
-    """Return the embeddings; in the backward pass give the tower the gradients that its earlier features have got."""
+    """Pass the embeddings through; in the backward pass, send the gradients of earlier features to the tower."""
 
     @staticmethod
     def forward(ctx: _DeepContext, embeddings: Tensor, deep: DeepFeatures, *values: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def name_rules(names: Mapping[str, Json]) -> Iterator[Violation]:
 
 
 def folder_rules(folders: Mapping[str, Json]) -> Iterator[Violation]:
-    """Yield folders whose path is a file, or that cannot be written although their parent exists on this machine."""
+    """Yield folders whose path is a file, or that cannot be written although their parent exists."""
     for key, path in folders.items():
         if not isinstance(path, str) or not path or "://" in path:
             continue

@@ -134,7 +134,7 @@ def _registers_more(run: RunConfig) -> bool:
 
 
 def _pass_rules(rollout: RolloutConfig, longest: int) -> Iterator[Violation]:
-    """Yield a pass of the engine that is too small for its sequences, or for a prompt that must fit whole."""
+    """Yield a token limit per engine step that is too small for its sequences, or for a prompt that must fit."""
     key = f"{_KEY}.max_num_batched_tokens"
     tokens = rollout.max_num_batched_tokens
     chunked = f"{_KEY}.enable_chunked_prefill"

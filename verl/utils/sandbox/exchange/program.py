@@ -60,7 +60,7 @@ def _names(names: tuple[str, ...]) -> tuple[tuple[str, Value], ...]:
 
 
 def _as_named(value: Value, name: str) -> Value:
-    """Return a library's function under another name as a function of the program."""
+    """Wrap a library's function that the program has under another name as a function of the program."""
     if callable(value) and getattr(value, "__name__", name) != name and not isinstance(value, FunctionType):
         return lambda *given, **named: value(*given, **named)
     return value

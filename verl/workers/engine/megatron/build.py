@@ -456,7 +456,7 @@ class Stored(NamedTuple):
 
 
 class PartRequest(NamedTuple):
-    """A part of a tensor that a worker wants."""
+    """A part of a tensor that a worker requests."""
 
     name: str
     part: tuple[slice, ...]

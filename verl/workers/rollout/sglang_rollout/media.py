@@ -155,7 +155,7 @@ class MediaForm:
         )
 
     def _runs(self, tokens: list[int]) -> list[tuple[int, int]]:
-        """Return the first and last place of each run of tokens that the tower's outputs replace."""
+        """Return the first and last position of each run of tokens that the tower's outputs replace."""
         stands = {self._rope.image_token_id, self._rope.video_token_id}
         runs = (list(run) for shows, run in groupby(range(len(tokens)), lambda at: tokens[at] in stands) if shows)
         return [(run[0], run[-1]) for run in runs]

@@ -211,7 +211,7 @@ class SGLangRollout(BaseRollout, RolloutServer):
             return list(self._answer_of_living(answer))
 
     def _answer_of_living(self, answer: "Ref") -> Any:
-        """Return an answer that may take any time, as long as the server lives."""
+        """Wait for an answer without a deadline, as long as the server lives."""
         pulse_s = self.config.server.heartbeat_timeout
         while not self._calls.submit(ray.wait, [answer], timeout=pulse_s).result()[0]:
             self._ask("health", pulse_s)

@@ -85,7 +85,7 @@ class PartialBlocks:
         return [(block, key) for block, key in keys if isinstance(key, Beginning)]
 
     def keep(self, keys: "Sequence[tuple[KVCacheBlock, Beginning]]") -> None:
-        """Enter keys again that vLLM has dropped because their blocks are full."""
+        """Restore keys that vLLM has dropped because their blocks are full."""
         for block, key in keys:
             self._enter(key, block, None)
 

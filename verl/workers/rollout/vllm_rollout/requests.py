@@ -98,7 +98,7 @@ NO_SEED = -1
 
 
 def greedy_seed(config: "RolloutConfig") -> int | None:
-    """Return the seed of a greedy request, by which nothing is drawn.
+    """Return the seed of a greedy request, which has no effect on its tokens.
 
     Several ranks get one: for a request without a seed vLLM draws one on each of them.
     """
