@@ -298,5 +298,5 @@ def _workers_of(strategy: str) -> ModuleType:
 
 if __name__ == "__main__":
     prestart.start_early(sys.argv[1:])
-    # Imported under its name, so that Ray imports TaskRunner in the actor instead of copying it there by value.
+    # Import the class by its module's name: a class of __main__ would be pickled by value into the Ray actor.
     importlib.import_module("verl.trainer.main_ppo").main()

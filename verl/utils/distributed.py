@@ -54,7 +54,7 @@ def listening_store(host: str, port: int, size: int, timeout: datetime.timedelta
     Args: ``port`` 0 takes a free one; ``waits`` says whether to wait for the other members.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    # Without it a port stays taken for a minute after a run that has used it.
+    # Without this option the port of an ended run stays occupied for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

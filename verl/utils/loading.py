@@ -233,7 +233,7 @@ def unpickle_text(content: bytes, source: str) -> str:
 
 
 def _build(unpickler: Any) -> None:
-    """Give the second object of the stack the state on top; states of arrays are checked, because numpy trusts them.
+    """Set the state on top of the stack on the object below it; states of arrays are checked, since numpy trusts them.
 
     Raises: ValueError.
     """

@@ -217,7 +217,7 @@ def _with_score(architecture: type[PreTrainedModel]) -> type[PreTrainedModel]:
     name = architecture.__name__.replace("ForConditionalGeneration", "") + "ForTokenClassification"
     VisionTokenClassification.__name__ = VisionTokenClassification.__qualname__ = name
     renames = conversion_mapping.get_checkpoint_conversion_mapping(architecture.__name__)
-    if renames is not None:  # transformers maps names in files to names in memory by class name
+    if renames is not None:  # transformers finds the mapping of weight names by the class name
         conversion_mapping.register_checkpoint_conversion_mapping(name, renames, overwrite=True)
     return VisionTokenClassification
 

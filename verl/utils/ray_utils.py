@@ -84,7 +84,8 @@ def serialize_without_arrow() -> None:
 
 _AGENT = "--dashboard_agent_command="
 _WORKER = "--python_worker_command="
-# As Ray's own agent does without its optional packages: it serves no port, says so, and lives as long as the raylet.
+# A shell script in place of the agent. It behaves like Ray's agent without its optional packages: it reports that it
+# serves no port, and lives as long as the raylet.
 _NO_AGENT = """for name in metrics_agent metrics_export dashboard_agent_listen
 do printf %s -1 >"$1/$name$2" && mv "$1/$name$2" "$1/${name}_port_$2"
 done

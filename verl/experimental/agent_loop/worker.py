@@ -236,9 +236,9 @@ class AgentLoopWorkerBase:
         return rows_of(outputs, batch, self.rollout_config.response_length, pad, whole)
 
     def _row(self, batch: DataProto, index: int) -> dict[str, Any]:
-        """Return the columns of a row without nulls, which files give to rows that lack a column.
+        """Return the columns of a row, without the nulls of columns that the row lacks.
 
-        A loop may change them: other samples and attempts have their own.
+        The values are copies, so a loop may change them without effect on other samples and attempts.
         """
         named = ((name, own(column[index])) for name, column in batch.non_tensor_batch.items() if name != "agent_name")
         row = {name: value for name, value in named if value is not None}

@@ -30,7 +30,7 @@ def refused_keys() -> list[Violation]:
 
 
 def noted(error: ConfigError) -> ConfigError:
-    """Return an error with the remark that the checks have ended early, unless ``--check`` has been given."""
+    """Add to an error, unless the command is ``--check``, that the remaining checks were not made."""
     if not only_checks():
         error.add_note(NOT_LOOKED_AT)
     return error

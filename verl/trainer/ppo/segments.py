@@ -108,7 +108,7 @@ def _put_tensors(rows: DataProto, parts: Sequence[EarlierSegments], places: Sequ
     shared = set.intersection(*(set(part["tensors"]) for part in parts)) & set(map(str, tensors.keys()))
     for name in sorted(shared - set(_SCORES)):
         tensors[name][places] = torch.cat([part["tensors"][name] for part in parts]).to(tensors[name].dtype)
-    if "sampling_seed" in tensors.keys():  # choices of tokens at random differ between the rows of a trajectory
+    if "sampling_seed" in tensors.keys():  # the rows of a trajectory must not share the random choices of tokens
         numbers = [segment for part in parts for segment in range(len(part["scores"]))]
         seeds = zip(tensors["sampling_seed"][places].tolist(), numbers, strict=True)
         tensors["sampling_seed"][places] = torch.tensor([derive_seed(seed, _OF_SEGMENT, at) for seed, at in seeds])

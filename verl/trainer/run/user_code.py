@@ -199,7 +199,7 @@ def main() -> None:
         _sort(problem, refused, notices)
         if problem is None and place in code.demands:
             refused += _engine_problems(f"{place}={dotted}", dotted, Demand(*code.demands[place]))
-    if not refused and not notices:  # otherwise a module that registers names may be missing
+    if not refused and not notices:  # a missing module might have registered the names
         refused += _unknown_names(code)
     answers.write(json.dumps([refused, notices]))
     answers.flush()

@@ -102,7 +102,7 @@ class TorchDistReader:
         try:
             with open(readable_file(path), "rb") as file:
                 if place.offset + place.length > path.stat().st_size:
-                    raise CheckpointError("the file ends before it")
+                    raise CheckpointError("the file ends before this part")
                 part: Any = _create_file_view(file, place.offset, place.length)
                 return load_tensors(part)
         except FileNotFoundError:

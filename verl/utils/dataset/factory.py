@@ -115,7 +115,7 @@ class HasState(Protocol):
     """An object that can save and restore its state."""
 
     def state_dict(self) -> SavedState:
-        """Return the state."""
+        """Return the state of the object."""
 
     def load_state_dict(self, state: SavedState) -> None:
         """Continue from a state."""

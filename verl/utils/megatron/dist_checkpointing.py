@@ -170,7 +170,7 @@ class _CheckedParts(FileSystemReader):
         for item in plan.items:
             part = self.checked.load_part(item.storage_index)
             if item.type == LoadItemType.BYTE_IO:
-                stored = io.BytesIO()  # the planner unpickles it
+                stored = io.BytesIO()  # the planner expects pickled bytes, and unpickles them
                 torch.save(part, stored)
                 stored.seek(0)
                 planner.load_bytes(item, stored)

@@ -49,7 +49,7 @@ class AttemptsRecord:
     def __init__(self, folder: str | Path, resumed_step: int | None) -> None:
         """Continue the log after ``resumed_step``, dropping later lines; None starts a new log.
 
-        A new account keeps those that it replaces, as a record of metrics does.
+        Replaced logs are kept under other names, as replaced records of metrics are.
         """
         self.path = Path(folder, ATTEMPTS_NAME)
         if not self.path.exists():

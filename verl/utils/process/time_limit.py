@@ -207,7 +207,7 @@ class _Watcher:
             if not self._is_started:
                 self._is_started = True
                 threading.Thread(target=self._watch, name=WATCHER, daemon=True).start()
-            elif limit.due < self._sleeps_until:  # limits of the same length do not wake the thread
+            elif limit.due < self._sleeps_until:  # only an earlier limit has to wake the thread
                 self._changed.notify()
 
     def remove(self, limit: _Limit) -> None:

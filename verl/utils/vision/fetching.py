@@ -154,7 +154,7 @@ def _opener(connect: Callable[..., socket.socket], media: MediaConfig) -> urllib
                     connection._create_connection = connect  # type: ignore[attr-defined]
                     return connection
                 name = str(urlsplit(f"//{tunnel}" if tunnel else request.full_url).hostname)
-                with suppress(socket.gaierror):  # a proxy of the environment looks names up itself
+                with suppress(socket.gaierror):  # only the proxy might be able to resolve the name
                     found = socket.getaddrinfo(unquote(name), None)
                     _check_public(name, [each[4][0] for each in found], media)
                 return connection

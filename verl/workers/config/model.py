@@ -481,12 +481,12 @@ class ConfigFields(SimpleNamespace):
         fields = {name: value for name, value in content.items() if name != "original_max_position_embeddings"}
         rope = fields.pop("rope_scaling", None) or fields.get("rope_parameters")
         if fields.get("model_type") != "mixtral" and not fields.get("use_sliding_window"):
-            fields["sliding_window"] = None  # the others have a switch next to the width
+            fields["sliding_window"] = None  # except for mixtral, ``use_sliding_window`` switches the window on
         super().__init__(**fields | {"rope_parameters": dict(rope) if isinstance(rope, Mapping) else {}})
         self.standardize_rope_params()
         if content.get("partial_rotary_factor") is not None:
             self.rope_parameters.setdefault("partial_rotary_factor", content["partial_rotary_factor"])
-        if "original_max_position_embeddings" in content:  # transformers sets it after that
+        if "original_max_position_embeddings" in content:  # after the RoPE parameters, like transformers
             self.original_max_position_embeddings = content["original_max_position_embeddings"]
 
     @property

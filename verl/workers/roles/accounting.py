@@ -111,7 +111,8 @@ def memory_in_use() -> dict[str, float]:
 
 def memory_of(phase: str) -> dict[str, float]:
     """Return, in GiB, the peaks of device memory since ``begin_peak`` and the resident memory of this process now."""
-    figures = {"max_rss_gb": psutil.Process().memory_info().rss / _GIB}  # over the ranks
+    # The names begin with max, since the driver reduces them by the maximum over ranks.
+    figures = {"max_rss_gb": psutil.Process().memory_info().rss / _GIB}
     figures |= {f"max_{name}_gb": peak for name, peak in _device_peaks().items()}
     return {f"perf/memory/{phase}/{name}": value for name, value in figures.items()}
 

@@ -1,4 +1,4 @@
-"""Import path of conversations that user code drives in the established verl interface."""
+"""Established import path of ``AsyncRolloutRequest``, a conversation that user code drives."""
 
 from verl.compat.rollout_requests import AsyncRolloutRequest, AsyncRolloutRequestStateEnum, FinishReasonTypeEnum
 from verl.tools.schemas import Message

@@ -273,7 +273,7 @@ class _Reader:
     def finish(self) -> None:
         """Fill and share the new containers, and apply the sender's changes to known ones."""
         filled = 0
-        while filled < len(self._fresh):  # the contents of one may bring others
+        while filled < len(self._fresh):  # the contents of a container may append further containers
             key, container, terms = self._fresh[filled]
             fill(container, self.values(terms))
             filled += 1

@@ -391,5 +391,5 @@ def save_adapter(module: Any, folder: Path | None) -> None:
     config = module.peft_config[_DEFAULT].to_dict()
     whole = sorted({name.removeprefix(ADAPTER_PREFIX).split(".")[0] for name in tensors if not is_adapter(name)})
     config |= {"inference_mode": True, "modules_to_save": whole or None}
-    content = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # sets of module names
+    content = json.dumps(config, indent=2, sort_keys=True, default=sorted)  # ``sorted`` converts sets of module names
     (folder / "adapter_config.json").write_text(content, encoding="utf-8")

@@ -284,7 +284,8 @@ class ModelBuilder:
     def load_files(self, chunks: Sequence[nn.Module], at_once: bool = True) -> None:
         """Fill the parameters of this rank with its parts of the checkpoint.
 
-        It reads only those parts. With ``share_model_files`` they may come from another worker; collective then.
+        Only these parts are read. With ``share_model_files`` they may come from another worker; the call is then
+        collective.
 
         Raises: ModelWeightsError naming the file, or the tensor that is missing or of the wrong shape.
         """

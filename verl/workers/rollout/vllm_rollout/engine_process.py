@@ -54,7 +54,7 @@ class Connection(base.WeightTransferInitInfo):
 
 @dataclasses.dataclass
 class Arrival(base.WeightTransferUpdateInfo):
-    """A bucket: its tensors, and the shared memory that holds them; without a path they come in the group."""
+    """A bucket of weights: its layout and the shared memory that holds it; without a path, the group broadcasts it."""
 
     layout: Layout
     path: str | None = None
