@@ -1,5 +1,6 @@
 """The ledger of asynchronous training: what it keeps after a kill, which changes it finds, and how it fails."""
 
+import hashlib
 import json
 import os
 import random
@@ -89,6 +90,20 @@ def test_events_come_back_as_they_were_appended(path: Path) -> None:
             reader.payload(1)
         with pytest.raises(LedgerError, match="event 7 does not exist"):
             reader.payload(7)
+
+
+def test_the_digest_is_the_one_of_its_definition(path: Path) -> None:
+    """The form of the file: a ledger of today is checked by later versions."""
+    with closing(sqlite3.connect(path)) as connection:
+        rows = connection.execute(
+            "SELECT seq, kind, time_ns, facts, payload, digest FROM events ORDER BY seq"
+        ).fetchall()
+    previous = bytes(32)
+    for seq, kind, time_ns, facts, payload, digest in rows:
+        content = json.dumps([seq, kind, time_ns, json.loads(facts)], sort_keys=True, separators=(",", ":"))
+        of_payload = b"" if payload is None else hashlib.sha256(payload).digest()
+        previous = hashlib.sha256(previous + content.encode() + of_payload).digest()
+        assert digest == previous
 
 
 def test_a_ledger_goes_on_where_it_was_closed(path: Path) -> None:
@@ -340,6 +355,30 @@ def test_a_ledger_has_one_writer(path: Path) -> None:
         assert ledger.append("drawn", {}) == 7
     with Ledger(path) as ledger:
         assert ledger.append("drawn", {}) == 8
+
+
+def test_a_forked_child_of_a_killed_writer_keeps_nobody_out(path: Path) -> None:
+    """A data loader's worker lives on for some seconds."""
+    forking = f"""
+import os, sys
+from verl.trainer.asynchronous.ledger import *
+ledger = Ledger(Path({str(path)!r}))
+if os.fork() == 0:
+    print("forked", flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", forking], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline() == "forked\n"
+        process.kill()
+        process.wait()
+        with Ledger(path) as ledger:
+            assert ledger.append("resumed", {}) == 7
+        process.stdin.close()
+        assert process.stdout.read() == ""  # the child has ended
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self, TypeVar
 
 from verl.errors import ContractError, LedgerError, LedgerFileError, WrongInput
@@ -145,7 +145,7 @@ class LedgerReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
