@@ -56,10 +56,10 @@ def return_freed_host_memory_if_short() -> None:
 
 @cache
 def keep_freed_host_memory() -> bool:
-    """Let this process keep the host memory that it frees, and return whether it does; only glibc can.
+    """Let this process keep freed host memory for reuse; return whether it does, since only glibc supports that.
 
-    Blocks above some MB come from new pages each time otherwise, which the kernel clears. A process whose steps take
-    and free the same large blocks pays for them once, and holds its peak until it ends or returns what it has freed.
+    Otherwise each block above some MB comes from new pages, which the kernel clears. A process whose steps allocate and
+    free the same large blocks then pays for this only once, but holds its peak memory until it ends or returns it.
     """
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     with suppress(OSError, TypeError, AttributeError):  # another C library

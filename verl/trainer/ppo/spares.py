@@ -30,7 +30,7 @@ class SparePrompts:
     """
 
     def __init__(self, dataset: Dataset[Rows], collate_fn: CollateFn, state: RunState) -> None:
-        self._dataset: Any = dataset  # Dataset has no length
+        self._dataset: Any = dataset  # Any, since the type Dataset has no ``__len__``
         self._collate = collate_fn
         self._state = state
 

@@ -264,7 +264,7 @@ def _same_layout(file: str, key: str, live: Tensor, saved: Tensor) -> Tensor:
             f"{file} shards {key} by {there}, this run by {here}: set fsdp_config.fsdp_size to its value at the save"
         )
     found = not_finite(_local(saved))
-    # A buffer with a mask holds infinity in both.
+    # A buffer may hold an attention mask with infinities, which are then in the model as well.
     if found and not torch.equal(_local(live).isfinite().cpu(), _local(saved).isfinite().cpu()):
         raise CheckpointError(
             f"{file} holds {found} in {key}: training had diverged before this save; use an earlier checkpoint"

@@ -139,8 +139,8 @@ def linear_log_probs_and_entropy(
 
     Args:
         hidden: (N, H).
-        weight: (V, H); with a ``group`` this rank's part of the vocabulary. The gradient of ``hidden`` is then that
-            of this part: ``sum_gradients`` adds up those of the ranks.
+        weight: (V, H); with a ``group`` this rank's part of the vocabulary. The gradient of ``hidden`` then covers only
+            this part; ``sum_gradients`` adds up the gradients of the ranks.
         labels: (N,) int64, rows of ``weight``; -1 for a row of another rank.
         entropy: ``none``, ``value`` (without gradient) or ``grad``.
         backend: ``torch``, or ``triton`` on CUDA.

@@ -92,8 +92,8 @@ def _differing(a: Entry, b: Entry) -> Iterator[tuple[str, list[str]]]:
             if parts:
                 yield phase, _by_group(parts, first.get(phase, {}), second.get(phase, {}))
     trained = _is_trained(a) and _is_trained(b)
-    # Runs may validate at different steps, and an entry of initial weights has no training metrics: compare those of
-    # them that both have.
+    # Validation metrics are compared only if both entries have them, since runs may validate at different steps. The
+    # same holds for all metrics if an entry is that of the initial weights, which has no training metrics.
     both = a["data"].keys() & b["data"].keys()
     parts = [
         key

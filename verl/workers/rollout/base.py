@@ -323,7 +323,7 @@ def prompt_token_ids(prompts: DataProto) -> list[list[int]]:
 
 
 def padded_token_ids(prompts: DataProto) -> list[list[int]]:
-    """Return the token ids of each prompt as training sees them, without padding."""
+    """Return the token ids of each prompt in the training batch, without padding."""
     batch = tensors_of(prompts)
     return remove_pad_token(batch["input_ids"], batch["attention_mask"])
 

@@ -264,7 +264,7 @@ class EngineServer(RolloutServer, Generic[EngineT, PromptT, ParamsT]):
         return await self._ask_engine(entry, prompt, params)
 
     def _offer_fault(self) -> None:
-        if not self._is_reborn:  # a fault fires once
+        if not self._is_reborn:  # a restarted server must not fire the fault again
             fault_point("generate", rank=self.replica_rank, step=self._step)
 
     async def abort(self, request_id: str) -> bool:

@@ -179,7 +179,8 @@ def complete(coroutine: Coroutine[None, None, None] | None) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:  # the usual case: no event loop runs in this thread
-        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:  # the thread keeps the loop that it has
+        # Unlike asyncio.run, a Runner with a factory keeps the event loop that this thread has.
+        with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             runner.run(coroutine)
         return
     device = get_torch_device()

@@ -203,7 +203,7 @@ def attach_picker(model: GPTModel, tp_group: ProcessGroup) -> None:
     if not model.post_process or hasattr(model, "picker"):
         return
     config = model.config
-    if not isinstance(model.output_layer, ValueHead):  # the picker already gathers the sequence
+    if not isinstance(model.output_layer, ValueHead):  # the picker gathers the sequence before the head
         model.output_layer.sequence_parallel = False
         model.output_layer.allreduce_dgrad = config.tensor_model_parallel_size > 1
     model.picker = PositionPicker(model.output_layer, config.sequence_parallel, tp_group)

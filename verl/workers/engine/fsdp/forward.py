@@ -38,9 +38,9 @@ ModelInputs = dict[str, Any]  # keyword arguments of a transformers model: tenso
 class Read(NamedTuple):
     """The model's output at this rank's positions: ``logits`` (k, V), or the columns of a fused head.
 
-    ``labels`` (k,) are the tokens read there, ``target`` (n,) their places in the flattened (b, R) response. With
-    ``readers`` (n,) target i takes the value of position ``readers[i]``, else n = k and they correspond. ``aux_loss``
-    is the balancing loss of the experts over all tokens of the pass.
+    ``labels`` (k,) are the tokens that these positions predict, ``target`` (n,) their indices in the flattened (b, R)
+    response. With ``readers`` (n,) target i takes the value of position ``readers[i]``; otherwise n = k, and target i
+    takes the value of position i. ``aux_loss`` is the load-balancing loss of the experts over all tokens of the pass.
     """
 
     logits: Tensor

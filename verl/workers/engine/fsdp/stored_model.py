@@ -59,7 +59,7 @@ class Origin:
 
 
 class StoredModel:
-    """The tensors of a model in the files of a checkpoint. Args: the model may be on meta."""
+    """The tensors of a model in the files of a checkpoint; the model itself may be on the meta device."""
 
     def __init__(self, model: "PreTrainedModel", files: WeightFiles) -> None:
         self._files = files
