@@ -1019,9 +1019,9 @@ def model(arguments: argparse.Namespace) -> None:
     read = [json.loads(line) for path in arguments.runs for line in Path(path).read_text(encoding="utf-8").splitlines()]
     lines = summaries([line for line in read if not worked(line)])
     if len({line.get("keeps_memory", False) for line in lines if not line["by_reference"]}) > 1:
-        raise SystemExit("runs with and without --keep-memory: give those of one kind")
+        raise SystemExit("the runs mix --keep-memory and its absence: pass runs of one kind")
     if len({"slowness" in line for line in lines if line["by_reference"]}) > 1:
-        raise SystemExit("runs by reference with and without steady seconds: give those of one kind")
+        raise SystemExit("the runs by reference mix steady and other CPU seconds: pass runs of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
     models = {by_reference: fit(lines, by_reference) for by_reference in (False, True)}
     for by_reference, phases in models.items():

@@ -38,7 +38,7 @@ class JudgeUnavailableError(JudgeError, ConnectionError):
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None, **options: Any
 ) -> float:
-    """Return 1 if the judge says that the solution is right, else 0; the rule of the data set scores the test split.
+    """Return 1 if the judge says that the solution is right, else 0; rows of the test split are scored by a rule.
 
     Raises: JudgeError if there is no verdict; the reward manager then gives the row the failure score and counts it.
     """
