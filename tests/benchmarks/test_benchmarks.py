@@ -218,7 +218,7 @@ def test_a_size_has_the_median_of_its_steady_seconds(tmp_path: Path, monkeypatch
     other = line(3.0, None) | {"rows": 16}
     runs.write_text("\n".join(map(json.dumps, [line(6.0, 2.0), other])))
     monkeypatch.setattr(sys, "argv", ["driver_scaling.py", "model", str(runs)])
-    with pytest.raises(SystemExit, match="with and without steady seconds"):
+    with pytest.raises(SystemExit, match="mix steady and other CPU seconds"):
         scaling.main()
     # steps with work are compared with the wall
     (one,) = scaling.summaries([line(6.0, 2.0, work_s=1.0), line(3.0, 1.0, work_s=1.0)])

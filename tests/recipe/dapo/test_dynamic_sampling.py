@@ -77,7 +77,7 @@ def test_metrics_that_cannot_be_used_are_named():
     with pytest.raises(WrongInput, match=r"metric=accuracy: .*seq_final_reward, score, acc, pred$"):
         metric_values(batch, "accuracy", ["acc", "pred"])
     for name, wrong in (("pred", "'x'"), ("turns", r"\[1\]")):
-        with pytest.raises(ValueError, match=f"filter_groups.metric={name}: must be a number .* says {wrong}"):
+        with pytest.raises(ValueError, match=f"filter_groups.metric={name}: must be a number .* returned {wrong}"):
             metric_values(batch, name, ["acc", "pred", "turns"])
 
 
