@@ -201,7 +201,8 @@ class LedgerReader:
     def _flaw(self) -> str | None:
         """Return the first wrong event and what is wrong with it; None if the chain is whole."""
         ends = self._ends()
-        seq, previous = ends.base_seq, ends.base_digest
+        seq = ends.base_seq
+        previous = ends.base_digest
         for row in self._rows((), -1, ends.last_seq, with_payload=True):
             seq += 1
             if flaw := row.flaw(seq, previous):
