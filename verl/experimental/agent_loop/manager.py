@@ -149,6 +149,7 @@ class AgentLoopManager(Manager):
             worker = self.agent_loop_workers_class.options(**options).remote(self.config, self.server_handles, None)
             self.agent_loop_workers.append(worker)
             self._names.append(name)
+        self._unanswered = [0] * len(self._names)
         self._preparing = [worker.prepare.remote() for worker in self.agent_loop_workers]
 
     def wait_until_ready(self) -> None:
@@ -205,19 +206,22 @@ class AgentLoopManager(Manager):
                     raise pending.watch.failures[0]
             with self._watched(pending.step, keeps_weights=pending.planned_version is not None):
                 output = self._wait_for_loops(pending)  # an error ends the workers
-        attempts: list[AttemptLine] = output.meta_info.pop("attempts")
-        self._attempts += attempts
         elapsed_s: float = output.meta_info.pop("elapsed_s")
         seconds = time.perf_counter() - pending.started if pending.planned_version is None else elapsed_s
         if not prompts.meta_info.get(STAYS_AWAKE):
             self.sleep()
+        return self._completed(output, seconds, pending.planned_version, bool(prompts.meta_info.get("validate", False)))
+
+    def _completed(self, output: DataProto, seconds: float, planned_version: int | None, validate: bool) -> DataProto:
+        """Move what the loops report of a batch to timing and metrics, and its attempts to their account."""
+        attempts: list[AttemptLine] = output.meta_info.pop("attempts")
+        self._attempts += attempts
         replaced = sorted({line["uid"] for line in attempts if line["outcome"] == REPLACED})
         mark_replaced(attempts, replaced)
-        # Validation counts failed trajectories as failures.
-        if not replaced and not prompts.meta_info.get("validate", False):
+        if not replaced and not validate:  # validation counts failed trajectories as failures
             _check_any(output, attempts)
         of_loops = _loop_timing(output.meta_info.pop("seconds"))
-        report = self._reported(output, seconds, pending.planned_version)
+        report = self._reported(output, seconds, planned_version)
         output.meta_info["timing"] = report.meta_info["timing"] | of_loops
         output.meta_info["metrics"] = (
             report.meta_info["metrics"] | output.meta_info["metrics"] | attempt_metrics(attempts)
@@ -225,6 +229,46 @@ class AgentLoopManager(Manager):
         if replaced:
             output.meta_info["replace"] = replaced
         return output
+
+    # ---- groups of responses, each for itself
+
+    def send(self, requests: DataProto) -> PendingGeneration:
+        """Let one worker generate these requests, by whatever weights the servers have; ``receive`` takes the answer.
+
+        The worker with the fewest unanswered calls of this method gets them.
+        """
+        index = min(range(len(self._unanswered)), key=self._unanswered.__getitem__)
+        self._unanswered[index] += 1
+        part = _placed(requests)
+        caller = (self._names[index], self.agent_loop_workers[index])
+        ref = self.agent_loop_workers[index].generate_sequences.remote(part)
+        return PendingGeneration(part, [part], [caller], [ref])
+
+    def receive(self, pending: PendingGeneration) -> DataProto:
+        """Wait for what ``send`` has sent, and return it with the report of its worker, which ``gather`` takes."""
+        index = self._names.index(pending.callers[0][0])
+        with on_failure(partial(self._keep_account, pending.prompts)):
+            outputs = self.worker_group.wait_for_callers(pending.callers, pending.refs, "generate_sequences")
+        self._unanswered[index] -= 1
+        output: DataProto = outputs[0]
+        self._take_spans(pending.callers[0][0], output)
+        return output
+
+    def give_up(self, output: DataProto) -> None:
+        """Keep only the account of what ``receive`` has returned."""
+        attempts: list[AttemptLine] = output.meta_info["attempts"]
+        mark_replaced(attempts, {line["uid"] for line in attempts if line["outcome"] == REPLACED})
+        self._attempts += attempts
+
+    def gather(self, outputs: Sequence[DataProto], seconds: float, planned_version: int) -> DataProto:
+        """Join what ``receive`` has returned to one batch, as ``finish`` does.
+
+        Args: the seconds since the batch before, and the version of the weights that the servers have.
+        """
+        whole = _joined(outputs)
+        whole.meta_info.pop("elapsed_s")
+        whole.meta_info["metrics"] = {}
+        return self._completed(whole, seconds, planned_version, validate=False)
 
     def abandon(self, pending: PendingGeneration) -> None:
         """Wait no more for a batch, because the run ends."""
@@ -291,33 +335,32 @@ class AgentLoopManager(Manager):
         scores = pending.scores
         outputs: list[DataProto] = self.worker_group.wait_for_callers(callers, pending.refs, "generate_sequences")
         metrics = {} if scores is None else scores.add_to(outputs)
-        lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}
-        elapsed_s = max((output.meta_info.pop("elapsed_s") for output in outputs), default=0.0)
         for (name, _), output in zip(callers, outputs, strict=True):
-            part = output.meta_info.pop(timeline.RECORDED, None)
-            if part is not None:
-                self._timeline.append(replace(part, process=f"agent loops {self._names.index(name)}"))
-            for key, values in lists.items():
-                values += output.meta_info.pop(key)
-        extras = sorted({name for output in outputs for name in output.meta_info.pop("reward_extra_keys", ())})
-        whole = joined(outputs)
-        if extras:
-            whole.meta_info["reward_extra_keys"] = extras
-        whole.meta_info |= lists | {"metrics": metrics, "elapsed_s": elapsed_s}
+            self._take_spans(name, output)
+        whole = _joined(outputs)
+        whole.meta_info["metrics"] = metrics
         return whole
+
+    def _take_spans(self, name: str, output: DataProto) -> None:
+        """Keep what a worker has recorded for the timeline."""
+        part = output.meta_info.pop(timeline.RECORDED, None)
+        if part is not None:
+            self._timeline.append(replace(part, process=f"agent loops {self._names.index(name)}"))
 
     def sync_weights(self, step: int | None = None) -> None:
         """Give the current weights to standalone servers; dead ones are replaced."""
         if self.servers is not None:
-            self.servers.sync(self._sender(step))
+            self.servers.sync(self.sender(step))
 
     def _watched(self, step: int | None, keeps_weights: bool) -> AbstractContextManager[None]:
         """Replace standalone servers that die inside the context."""
         if self.servers is None:
             return nullcontext()
-        return self.servers.watched(self._sender(step), keeps_weights)
+        return self.servers.watched(self.sender(step), keeps_weights)
 
-    def _sender(self, step: int | None) -> Callable[[dict[str, Actor]], dict[str, str]]:
+    def sender(self, step: int | None) -> Callable[[dict[str, Actor]], dict[str, str]]:
+        """Return the function that gives the trainer's weights to servers; see ``StandaloneServers.sync``."""
+
         def send(handles: dict[str, Actor]) -> dict[str, str]:
             lost: dict[str, str] = self.worker_group.sync_servers(handles, step)[0]
             return lost
@@ -335,6 +378,21 @@ class AgentLoopManager(Manager):
 
     def _workers(self) -> list[Actor]:
         return [worker for replica in self.rollout_replicas for worker in replica.workers]
+
+
+def _joined(outputs: Sequence[DataProto]) -> DataProto:
+    """Join the rows of several calls, and what they report of them, as ``AgentLoopWorker.generate_sequences`` does."""
+    lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}
+    elapsed_s = max((output.meta_info.pop("elapsed_s") for output in outputs), default=0.0)
+    for output in outputs:
+        for key, values in lists.items():
+            values += output.meta_info.pop(key)
+    extras = sorted({name for output in outputs for name in output.meta_info.pop("reward_extra_keys", ())})
+    whole = joined(outputs)
+    if extras:
+        whole.meta_info["reward_extra_keys"] = extras
+    whole.meta_info |= lists | {"elapsed_s": elapsed_s}
+    return whole
 
 
 def _split(count: int, parts: int) -> list[int]:

@@ -18,6 +18,7 @@ from verl.base_config import (
     nearest,
     setting,
 )
+from verl.trainer.config.async_training import AsyncTrainingConfig
 from verl.trainer.config.keys import ABSENT, tree_of
 from verl.utils import envs
 from verl.utils.dataset.config import DataConfig
@@ -190,6 +191,7 @@ class RunConfig:
     custom_reward_function: CustomRewardFunctionConfig
     global_profiler: ProfilerConfig
     ray_kwargs: TrainingRayConfig
+    async_training: AsyncTrainingConfig
 
     @classmethod
     def parse(cls, config: DictConfig) -> "RunConfig":
@@ -212,9 +214,14 @@ class RunConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """Number of prompts in a training batch; with dynamic sampling it is ``data.train_batch_size``."""
+        """Number of prompts in a training batch.
+
+        It is ``data.train_batch_size`` where a step gathers prompts of several draws: with dynamic sampling, and in
+        asynchronous training.
+        """
         groups = self.algorithm.filter_groups
-        return self.data.train_batch_size if groups and groups["enable"] else self.data.prompts_per_step
+        gathers = (groups and groups["enable"]) or self.async_training.is_async
+        return self.data.train_batch_size if gathers else self.data.prompts_per_step
 
     def set_total_training_steps(self, steps: int) -> None:
         """Set the length of the learning-rate schedules, which is known once the data are loaded."""
@@ -268,6 +275,7 @@ def parse_tree(tree: Tree, use_critic: bool | None = None) -> tuple[RunConfig, N
         custom_reward_function=reader.node(tree, "custom_reward_function", CustomRewardFunctionConfig),
         global_profiler=reader.node(tree, "global_profiler", ProfilerConfig),
         ray_kwargs=reader.node(tree, "ray_kwargs", TrainingRayConfig),
+        async_training=reader.node(tree, "async_training", AsyncTrainingConfig),
     )
     return run, reader
 

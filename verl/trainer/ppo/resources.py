@@ -158,7 +158,7 @@ def planned_steps(config: DictConfig, run: RunConfig, batches_per_epoch: int) ->
     """Return the number of training steps, and write it to both forms of the configuration."""
     steps = run.trainer.total_training_steps
     if steps is None:
-        steps = batches_per_epoch * run.trainer.total_epochs
+        steps = updates_of(run, batches_per_epoch)
     set_schedule_steps(config, steps)
     run.set_total_training_steps(steps)
     if steps <= run.trainer.critic_warmup:
@@ -192,7 +192,15 @@ def steps_known_early(run: RunConfig) -> int | None:
     rows = sum(pq.read_metadata(path).num_rows for path in files)
     most = data.most_rows(is_train=True)
     rows = rows if most < 0 else min(rows, most)
-    return int(rows) // data.loader_batch_size * run.trainer.total_epochs
+    return updates_of(run, int(rows) // data.loader_batch_size)
+
+
+def updates_of(run: RunConfig, batches_per_epoch: int) -> int:
+    """Return the number of training steps for which the data suffice, by the batches of one pass over them."""
+    batches = batches_per_epoch * run.trainer.total_epochs
+    if run.async_training.is_async:  # a step gathers prompts of several draws
+        return batches * run.data.loader_batch_size // run.prompts_per_step
+    return batches
 
 
 def take_steps_later(classes: Iterable[WorkerClass]) -> bool:

@@ -1,0 +1,79 @@
+"""Groups in a checkpoint: those that are drawn and in no update yet."""
+
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from verl.errors import CheckpointError, UntrustedClassError, WrongInput
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.scheduler import Group
+from verl.utils.checkpoint.files import write_file
+from verl.utils.py_functional import object_array
+
+FILE_NAME = "groups.pkl"
+_PROGRESS = "progress"
+_NUMBER, _VERSION, _OUTPUT = "__number__", "__version__", "__output__"
+
+
+@dataclass
+class Progress:
+    """How far the data of a run are drawn and generated.
+
+    Attributes:
+        drawn: prompts that were drawn.
+        generated: responses that were generated.
+        stale_groups: groups that an update has trained after their version was no longer the newest.
+        stale_trajectories: responses of which that is true.
+        failed: groups that were given up because their agent loops failed.
+        trained_version: the engine's number of the weights at the checkpoint.
+    """
+
+    drawn: int = 0
+    generated: int = 0
+    stale_groups: int = 0
+    stale_trajectories: int = 0
+    failed: int = 0
+    trained_version: int = 0
+
+
+def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> None:
+    """Write the groups to the folder of a checkpoint, the finished ones with their responses."""
+    rows = DataProto.concat([group.prepared for group in groups]) if groups else DataProto()
+    rows = rows.select()
+    if groups:
+        rows.non_tensor_batch[_NUMBER] = np.array([group.number for group in groups])
+        rows.non_tensor_batch[_VERSION] = np.array([group.version for group in groups])
+        rows.non_tensor_batch[_OUTPUT] = object_array([group.output for group in groups])
+    rows.meta_info = {_PROGRESS: asdict(progress)}
+    write_file(folder, FILE_NAME, lambda file: pickle.dump(rows, file, protocol=5))
+
+
+def load_groups(
+    path: Path, trusted_classes: Iterable[str], new_group: Callable[[int, DataProto], Group]
+) -> tuple[list[Group], Progress]:
+    """Return what ``save_groups`` has written; ``new_group`` makes a group of its number and its row.
+
+    Raises: UntrustedClassError; WrongInput for a file that is missing or damaged.
+    """
+    how = "without it the prompts that were under way would be lost. Copy it back, or resume from another checkpoint"
+    try:
+        rows = DataProto.load_from_disk(path, trusted_classes)
+    except UntrustedClassError:
+        raise
+    except FileNotFoundError:
+        raise WrongInput(f"{path} is missing: {how}") from None
+    except (CheckpointError, ValueError) as error:
+        raise WrongInput(f"{path}: {error}: {how}") from error
+    progress = Progress(**rows.meta_info.pop(_PROGRESS))
+    if not rows.non_tensor_batch:
+        return [], progress
+    numbers, versions, outputs = (rows.non_tensor_batch.pop(name) for name in (_NUMBER, _VERSION, _OUTPUT))
+    groups = []
+    for at, number in enumerate(numbers.tolist()):
+        group = new_group(number, rows[at : at + 1])
+        group.version, group.output = int(versions[at]), outputs[at]
+        groups.append(group)
+    return groups, progress

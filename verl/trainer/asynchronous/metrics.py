@@ -1,0 +1,34 @@
+"""Metrics of asynchronous training, by their established names."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl.trainer.asynchronous.kept import Progress
+from verl.trainer.asynchronous.scheduler import Group
+from verl.trainer.ppo.state import Metrics
+
+
+def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Metrics:
+    """Describe the groups of an update, and count them in ``progress``.
+
+    Args: ``newest`` is the version that the servers had when the groups were taken.
+    """
+    oldest = np.array([first for group in taken for first, _ in group.spans])
+    span = np.array([last - first for group in taken for first, last in group.spans])
+    stale = oldest < newest
+    progress.stale_groups += sum(group.version < newest for group in taken)
+    progress.stale_trajectories += int(stale.sum())
+    return {
+        "fully_async/count/total_generated_samples": float(progress.generated),
+        "fully_async/count/stale_samples_processed": float(progress.stale_groups),
+        "fully_async/count/stale_trajectory_processed": float(progress.stale_trajectories),
+        "fully_async/count/current_param_version": float(newest),
+        "fully_async/count/dropped_stale_samples": 0.0,
+        "fully_async/count/failed_samples": float(progress.failed),
+        "fully_async/partial/total_partial_num": float((span > 0).sum()),
+        "fully_async/partial/partial_ratio": float((span > 0).mean()) if span.size else 0.0,
+        "fully_async/partial/max_partial_span": float(span.max(initial=0)),
+        "fully_async/versions_behind/max": float(newest - oldest.min(initial=newest)),
+        "fully_async/versions_behind/mean": float((newest - oldest).mean()) if oldest.size else 0.0,
+    }

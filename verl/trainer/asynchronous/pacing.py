@@ -1,0 +1,88 @@
+"""The pace of asynchronous training: how many groups may be outstanding, and which ones an update takes.
+
+A *group* is the responses to one prompt. Update ``u`` (from 0) trains on ``groups`` of them. Weights are published
+after every ``updates`` updates, so the servers have version ``u // updates`` before update ``u``. A token of version
+``v`` may be trained while the newest version is at most ``v + bound``: its last update is
+``(v + bound + 1) * updates - 1``.
+
+Why the bound can always be kept without dropping work: a group that is sent at version ``v`` leaves room for all
+outstanding groups in the updates until its own last one, so by the theorem of earliest deadlines first each has a
+place. If a slow response would miss its last update, the trainer waits for it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Waiting(NamedTuple):
+    """A finished group that waits for its update.
+
+    Attributes:
+        order: its place in the order in which groups finished.
+        version: the oldest version that sampled one of its tokens.
+    """
+
+    order: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The pace of a run.
+
+    Attributes:
+        groups: groups of one update.
+        updates: updates between two publications.
+        ahead: groups that may be sent ahead for later versions, as a share of those of one version.
+        bound: most versions between the sampling of a token and its update; None without a limit.
+    """
+
+    groups: int
+    updates: int
+    ahead: float
+    bound: int | None = None
+
+    def version(self, update: int) -> int:
+        """Return the newest version before an update, if every publication has been made that is due by then."""
+        return update // self.updates
+
+    def room(self, version: int, next_update: int, outstanding: int) -> int:
+        """Return how many groups may be sent now.
+
+        Args: the version that the servers have, the next update whose groups are not chosen yet, and the groups that
+            are sent or finished and in no update.
+        """
+        ahead = self.ahead if self.bound is None else min(self.ahead, self.bound)
+        most = math.floor(self.groups * self.updates * (1 + ahead))
+        done = self.groups * (next_update - version * self.updates)
+        return max(0, most - done - outstanding)
+
+    def last_update(self, version: int) -> int | None:
+        """Return the last update that may train a token of a version; None without a limit."""
+        return None if self.bound is None else (version + self.bound + 1) * self.updates - 1
+
+    def choose(self, update: int, finished: Sequence[Waiting], in_flight: Sequence[int]) -> list[Waiting] | None:
+        """Return the groups of an update, those with the oldest tokens first; None if it has to wait.
+
+        Without a limit the first groups that finished are taken. With one, an update also waits until the groups that
+        are left, those in flight included, can still be trained in time.
+
+        Args: ``in_flight`` are the versions at which the unfinished groups were sent.
+        """
+        if len(finished) < self.groups:
+            return None
+        if self.bound is None:
+            return sorted(finished)[: self.groups]
+        by_age = sorted(finished, key=lambda group: (group.version, group.order))
+        left = [group.version for group in by_age[self.groups :]]
+        return by_age[: self.groups] if self._can_be_trained([*left, *in_flight], update + 1) else None
+
+    def _can_be_trained(self, versions: Sequence[int], first_update: int) -> bool:
+        """Whether updates from the first on, each of ``groups`` groups, train all in time: the oldest ones first."""
+        assert self.bound is not None
+        for place, version in enumerate(sorted(versions)):
+            if (version + self.bound + 1) * self.updates <= first_update + place // self.groups:
+                return False
+        return True

@@ -1,0 +1,213 @@
+"""Groups of responses on their way from the data to an update: sent, finished, and taken in the order of the pace."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from verl.experimental.agent_loop.manager import PendingGeneration
+from verl.protocol import DataProto
+from verl.trainer.asynchronous.pacing import Pace, Waiting
+
+_LOOK_S = 2.0
+"""Seconds between two looks at the servers while an update waits for groups."""
+
+
+@dataclass
+class Group:
+    """The responses to one prompt, from its draw to its update.
+
+    Attributes:
+        number: place of the prompt in the data order of the run, from 0.
+        prepared: the row as it was drawn.
+        row: the same without the columns that the rollout reads.
+        prompt: those columns.
+        requests: those columns, a row for each response.
+        seeds: the sampling seed of each response.
+        version: version of the weights that the servers had when it was sent; once it has finished, the oldest version
+            that sampled one of its tokens.
+        spans: the oldest and the newest version that sampled a token of each response.
+        pending: the call of an agent loop worker that generates them.
+        output: the responses, once they are there.
+    """
+
+    number: int
+    prepared: DataProto
+    row: DataProto
+    prompt: DataProto
+    requests: DataProto
+    seeds: torch.Tensor
+    version: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    pending: PendingGeneration | None = None
+    output: DataProto | None = None
+
+
+Send = Callable[[Group], "Future[DataProto]"]
+"""Sends the requests of a group; the future ends when its responses are there."""
+Receive = Callable[[Group], bool]
+"""Takes the responses of a group; returns whether the group can be trained. Raises what has ended it."""
+
+
+@dataclass
+class Scheduler:
+    """Sends groups as far as the servers have room, and hands the finished ones out to updates.
+
+    A thread sends and receives; drawing, choosing and publishing belong to the thread of the trainer. What ends a group
+    or the thread is raised by the next ``take`` or ``drain``, so that a running update is not disturbed.
+
+    Attributes:
+        pace: how many groups may be outstanding, and which ones an update takes.
+        send, receive: see their types; the thread calls them.
+        most_in_flight: groups that the servers get at once; others wait for one of these.
+    """
+
+    pace: Pace
+    send: Send
+    receive: Receive
+    most_in_flight: int
+    version: int = 0
+    next_update: int = 0
+    _backlog: "deque[Group]" = field(default_factory=deque)
+    _in_flight: dict[int, Group] = field(default_factory=dict)
+    _finished: dict[int, Group] = field(default_factory=dict)
+    _events: "queue.SimpleQueue[tuple[Group, Future[DataProto]] | None]" = field(default_factory=queue.SimpleQueue)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _is_held: bool = False
+    _failed: Group | None = None
+    _error: Exception | None = None
+    _thread: threading.Thread | None = None
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Send nothing more; responses under way are given up."""
+        if self._thread is not None:
+            self._events.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # ---- the trainer's side
+
+    @property
+    def outstanding(self) -> list[Group]:
+        """The groups that are drawn and in no update yet, in the order of the data."""
+        with self._changed:
+            groups = [*self._backlog, *self._in_flight.values(), *self._finished.values()]
+        return sorted(groups, key=lambda group: group.number)
+
+    @property
+    def in_flight(self) -> int:
+        """The number of groups that the servers have."""
+        with self._changed:
+            return len(self._in_flight)
+
+    def room(self) -> int:
+        """Return how many groups may be drawn now."""
+        with self._changed:
+            count = len(self._backlog) + len(self._in_flight) + len(self._finished)
+            return self.pace.room(self.version, self.next_update, count)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Send these groups, or keep those that have their responses already."""
+        if self._thread is None:
+            self._start()
+        with self._changed:
+            for group in groups:
+                if group.output is None:
+                    self._backlog.append(group)
+                else:
+                    self._finished[group.number] = group
+            self._send_what_fits()
+
+    def take(self, look: Callable[[], None]) -> list[Group]:
+        """Wait for the groups of the next update, and return them in the order of the data.
+
+        Args: ``look`` is called every few seconds of the wait.
+        Raises: what ended a group or the thread.
+        """
+        while True:
+            with self._changed:
+                self._check()
+                chosen = self._choose()
+                if chosen is not None:
+                    self.next_update += 1
+                    return [self._finished.pop(number) for number in sorted(chosen)]
+                is_silent = not self._changed.wait(_LOOK_S)
+            if is_silent:
+                look()
+
+    def published(self, version: int) -> None:
+        """Note that the servers have a version, and send on."""
+        with self._changed:
+            self.version = version
+            self._is_held = False
+            self._send_what_fits()
+
+    def drain(self, look: Callable[[], None]) -> None:
+        """Send nothing until ``published``, and wait until the servers have finished what they have."""
+        with self._changed:
+            self._is_held = True
+        while True:
+            with self._changed:
+                self._check()
+                if not self._in_flight:
+                    return
+                is_silent = not self._changed.wait(_LOOK_S)
+            if is_silent:
+                look()
+
+    def _check(self) -> None:
+        """Raise what has ended a group or the thread."""
+        if self._error is not None:
+            raise self._error
+        if self._failed is not None:
+            self.receive(self._failed)
+
+    def _choose(self) -> list[int] | None:
+        finished = list(self._finished.values())
+        waiting = [Waiting(order, group.version) for order, group in enumerate(finished)]
+        unfinished = [group.version for group in self._in_flight.values()]
+        unfinished += [self.version] * len(self._backlog)
+        chosen = self.pace.choose(self.next_update, waiting, unfinished)
+        return None if chosen is None else [finished[each.order].number for each in chosen]
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            while (event := self._events.get()) is not None:
+                if not self._take_in(*event):
+                    return
+        except Exception as error:  # whatever it is, the thread of the trainer raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take_in(self, group: Group, answer: "Future[DataProto]") -> bool:
+        """Take the answer to a group; return whether there was one."""
+        is_trained = answer.exception() is None and self.receive(group)
+        with self._changed:
+            if answer.exception() is not None:
+                self._failed = group
+            else:
+                del self._in_flight[group.number]
+                if is_trained:
+                    self._finished[group.number] = group
+                self._send_what_fits()
+            self._changed.notify_all()
+        return self._failed is None
+
+    def _send_what_fits(self) -> None:
+        while self._backlog and len(self._in_flight) < self.most_in_flight and not self._is_held:
+            group = self._backlog.popleft()
+            group.version = self.version
+            self._in_flight[group.number] = group
+            answer = self.send(group)
+            answer.add_done_callback(lambda ended, group=group: self._events.put((group, ended)))  # type: ignore[misc]

@@ -1,0 +1,294 @@
+"""The training loop with generation that goes on while it trains."""
+
+import functools
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Event
+
+from verl.experimental.agent_loop import AgentLoopManager
+from verl.experimental.agent_loop.attempts import REPLACED
+from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
+from verl.protocol import DataProto, tensors_of
+from verl.single_controller.base.driver_phase import phase
+from verl.trainer.asynchronous.kept import FILE_NAME, Progress, load_groups, save_groups
+from verl.trainer.asynchronous.metrics import group_metrics
+from verl.trainer.asynchronous.pacing import Pace
+from verl.trainer.asynchronous.scheduler import Group, Scheduler
+from verl.trainer.ppo.loaders import EndOfDataError, Rows
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollouts import Sampled
+from verl.trainer.ppo.state import Metrics, Timing
+from verl.utils.numerics.seeding import seed_process
+from verl.utils.profiler import marked_timer
+from verl.workers.rollout.base import DROPPED_COLUMN
+
+_REQUESTS_PER_SERVER = 16
+"""Groups that a server gets at once."""
+
+
+class AsyncTrainer(RayPPOTrainer):
+    """PPO whose servers generate group after group, while the trainer trains on those that have finished.
+
+    A step is one update. Before it, the weights are published if that is due, and prompts are drawn as far as the pace
+    allows. Prompts have their uids and seeds by their place in the data, so these do not depend on when they are drawn.
+
+    A checkpoint holds the groups that are drawn and not trained: the finished ones with their responses, the others to
+    be sampled anew, with the same seeds.
+    """
+
+    _may_end_before = ()  # a checkpoint of the last step would need the groups of this one
+    _scores_while_generating = False  # the devices of a reward model may train or score the batch before
+    _taken: Sequence[Group] = ()
+    _end_of_data: EndOfDataError | None = None
+    _published = 0
+    """The engine's number of the weights that the servers have."""
+
+    # ---- the parts of a run
+
+    def fit(self) -> None:
+        """Train until the last step."""
+        try:
+            super().fit()
+        finally:
+            self.scheduler.stop()
+
+    @functools.cached_property
+    def pace(self) -> Pace:
+        """How far generation runs ahead."""
+        options = self.run_config.async_training
+        return Pace(
+            self.run_config.prompts_per_step,
+            options.trigger_parameter_sync_step,
+            options.staleness_threshold,
+            options.max_off_policy_threshold,
+        )
+
+    @functools.cached_property
+    def scheduler(self) -> Scheduler:
+        """The groups on their way."""
+        assert self._loops.servers is not None
+        most = _REQUESTS_PER_SERVER * len(self._loops.servers.replicas)
+        return Scheduler(self.pace, self._send, self._receive, most)
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        """How far the data are drawn and generated."""
+        return Progress()
+
+    @functools.cached_property
+    def _unsent(self) -> "deque[Group]":
+        """Groups that are drawn, and wait for room."""
+        return deque()
+
+    @functools.cached_property
+    def _version_of(self) -> dict[int, int]:
+        """The newest version that has the weights of a number of the engine, by that number."""
+        return {}
+
+    @property
+    def _loops(self) -> AgentLoopManager:
+        assert self.async_rollout_manager is not None, "the checks before the start ask for rollout.mode=async"
+        return self.async_rollout_manager
+
+    # ---- weights
+
+    def _sync_before_generation(self, timing: Timing) -> None:
+        """Publish the weights if that is due before this step."""
+        update = self.state.step - 1
+        if update % self.pace.updates == 0 or self.state.engine_version is None:
+            with marked_timer("sync_rollout_weights", timing):
+                self._publish()
+
+    def _publish(self) -> None:
+        """Give the weights to the servers; unfinished responses go on under them, or are waited for before."""
+        if not self.run_config.async_training.partial_rollout:
+            with phase("generate", step=self.state.step):
+                self.scheduler.drain(self._look_after_servers)
+        self._send_weights()
+        self.scheduler.published(self.pace.version(self.scheduler.next_update))
+
+    def _send_weights(self) -> None:
+        self._number_weights(self.pace.version(self.scheduler.next_update))
+        self.state.engine_version = None  # servers that have lost their weights get them too
+        self.sync_weights()
+
+    def _number_weights(self, version: int) -> None:
+        """Note the version of the weights that the trainer has now, which servers may get."""
+        self._published = self.actor_rollout_wg.trained_version()[0]
+        self._version_of[self._published] = version
+
+    def _look_after_servers(self) -> None:
+        """Replace servers that have died; if one has, all get the present weights."""
+        servers = self._loops.servers
+        assert servers is not None
+        self._number_weights(self.pace.version(self.scheduler.next_update))
+        servers.look_after(self._loops.sender(self.state.step), False, Event())
+
+    # ---- groups
+
+    def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
+        """Wait for the groups of this step, send others as far as the pace allows, and score these."""
+        self._draw(rows)
+        started = time.perf_counter()
+
+        def look() -> None:
+            self._look_after_servers()
+            self._draw(rows)  # groups that failed leave room
+
+        with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
+            self._taken = self.scheduler.take(look)
+        metrics["fully_async/total_wait_time"] = time.perf_counter() - started
+        self._draw(rows)
+        metrics |= group_metrics(self._taken, self.scheduler.version, self.progress)
+        seed_process(self.state.seed, "driver", self.state.step)  # whatever was drawn meanwhile
+        batch = self._checked("prepare", None, lambda: DataProto.concat([group.prepared for group in self._taken]))
+        batch = self._checked("generate", batch, self.generate, metrics, timing)
+        return self._checked("score", batch, self.score, metrics, timing)
+
+    def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
+        """Join the responses of the groups of this step."""
+        taken = self._taken
+        rows = DataProto.concat([group.row for group in taken])
+        batch.batch = rows.batch
+        batch.non_tensor_batch = rows.non_tensor_batch
+        prompts = DataProto.concat([group.prompt for group in taken])
+        requests = DataProto.concat([group.requests for group in taken])
+        outputs = [group.output for group in taken if group.output is not None]
+        output = self._loops.gather(outputs, timing["wait_groups"], self._published)
+        if self.records is not None:
+            self.records.log_attempts(self._loops.take_attempts())
+        self.rollouts.receive(requests, output, metrics, timing)
+        return prompts, output, tensors_of(requests)["sampling_seed"]
+
+    def _draw(self, rows: Iterator[Rows]) -> None:
+        """Draw prompts and send them, as far as the pace allows."""
+        room = self.scheduler.room()
+        rest = (self.state.total_steps - self.scheduler.next_update) * self.pace.groups
+        room = min(room, rest - len(self.scheduler.outstanding))
+        while len(self._unsent) < room and self._end_of_data is None:
+            try:
+                self._unsent.extend(self._prepared(rows))
+            except EndOfDataError as end:
+                self._end_of_data = end
+        self.scheduler.add([self._unsent.popleft() for _ in range(min(room, len(self._unsent)))])
+        if self._end_of_data is not None and len(self.scheduler.outstanding) < self.pace.groups:
+            raise self._end_of_data
+
+    def _prepared(self, rows: Iterator[Rows]) -> list[Group]:
+        """Draw the next prompts of the data."""
+        first = self.progress.drawn
+        with self._as_drawn(first):
+            prepared = self.prepare(next(rows))
+        prepared.meta_info.pop("first_prompt")  # rows of several draws are joined
+        self.progress.drawn += len(prepared)
+        return [self._group(first + at, prepared[at : at + 1]) for at in range(len(prepared))]
+
+    def _group(self, number: int, prepared: DataProto) -> Group:
+        """Return the group of a prompt, which is still to be sent."""
+        row = prepared.select()
+        row.meta_info = {"first_prompt": number}
+        with self._as_drawn(number):
+            prompt, requests, seeds = self.rollouts.requests(row, self.reward_fn, {})
+        row.meta_info.pop("first_prompt")
+        for part in (prompt, requests):
+            part.meta_info = {name: value for name, value in part.meta_info.items() if name != "first_prompt"}
+        return Group(number, prepared, row, prompt, requests, seeds)
+
+    @contextmanager
+    def _as_drawn(self, number: int) -> Iterator[None]:
+        """Count prompts from the start of the run, whatever the step in which they are drawn."""
+        state = self.state
+        before = state.step, state.prompts_drawn
+        state.step, state.prompts_drawn = 0, number
+        try:
+            yield
+        finally:
+            state.step, state.prompts_drawn = before
+
+    def _send(self, group: Group) -> "Future[DataProto]":
+        """Send the requests of a group to agent loops."""
+        requests = group.requests.select()
+        requests.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
+        group.pending = self._loops.send(requests)
+        answer: Future[DataProto] = group.pending.refs[0].future()
+        return answer
+
+    def _receive(self, group: Group) -> bool:
+        """Take the responses of a group; return whether it can be trained, which a failed one cannot.
+
+        Raises: RuntimeError for weights that the trainer has not given to a server.
+        """
+        assert group.pending is not None
+        output = self._loops.receive(group.pending)
+        group.pending = None
+        dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
+        is_replaced = any(line["outcome"] == REPLACED for line in output.meta_info["attempts"])
+        if is_replaced or (dropped is not None and dropped.astype(bool).all()):
+            self._loops.give_up(output)
+            self.progress.failed += 1
+            return False
+        group.spans = [self._span(*span, group.version) for span in _engine_versions(output)]
+        group.version = min(first for first, _ in group.spans)
+        group.output = output
+        self.progress.generated += len(output)
+        return True
+
+    def _span(self, oldest: int | None, newest: int | None, at_send: int) -> tuple[int, int]:
+        """Return the versions of two numbers of the engine; without numbers, the version at which the group was sent.
+
+        Raises: RuntimeError.
+        """
+        found = []
+        for number in (oldest, newest):
+            if number is not None and number not in self._version_of:
+                raise RuntimeError(
+                    f"a server has answered with weights number {number}, which this run has not published: "
+                    f"known are {sorted(self._version_of)}"
+                )
+            found.append(at_send if number is None else self._version_of[number])
+        return found[0], found[1]
+
+    # ---- validation and checkpoints
+
+    def _validate(self) -> Metrics:
+        """Return the metrics of the newest weights; unfinished responses go on beside the validation."""
+        self.scheduler.next_update = max(self.scheduler.next_update, self.state.step)
+        self._publish()
+        return super()._validate()
+
+    def _save_checkpoint(self) -> None:
+        """Write a checkpoint with the groups that are drawn and not trained."""
+        self.progress.trained_version = self.actor_rollout_wg.trained_version()[0]
+        save_groups(self.checkpoints.begin(), [*self.scheduler.outstanding, *self._unsent], self.progress)
+        self.checkpoints.save(extra_files=[FILE_NAME])
+
+    def _load_checkpoint(self) -> int | None:
+        """Restore the run that the configuration resumes, with the groups that were under way."""
+        step = super()._load_checkpoint()
+        self.scheduler.next_update = self.state.step
+        files = [path for path in self.checkpoints.extra_files if path.name == FILE_NAME]
+        for path in files if step is not None else ():
+            self.checkpoints.check_extra_file(path)
+            trusted = list(self.run_config.trainer.trusted_classes)
+            groups, self.progress = load_groups(path, trusted, self._group)
+            moved = self.actor_rollout_wg.trained_version()[0] - self.progress.trained_version
+            for group in groups:
+                if group.output is not None:
+                    versions = group.output.meta_info["versions"]
+                    group.output.meta_info["versions"] = [v if v is None else v + moved for v in versions]
+            self._unsent.extend(groups)
+        return step
+
+
+def _engine_versions(output: DataProto) -> list[tuple[int | None, int | None]]:
+    """Return the oldest and the newest number of the weights that sampled a token of each row, by the engine."""
+    oldest: list[int | None] = output.meta_info["versions"]
+    turns = output.non_tensor_batch.get(TURNS_COLUMN, [None] * len(output))
+    newest = [
+        max((number for turn in of_row or () for number, count in turn["versions"] if count), default=first)
+        for of_row, first in zip(turns, oldest, strict=True)
+    ]
+    return list(zip(oldest, newest, strict=True))

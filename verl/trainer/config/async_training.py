@@ -1,0 +1,34 @@
+"""How far generation may run ahead of training: the node ``async_training``."""
+
+from dataclasses import dataclass
+
+from verl.base_config import BaseConfig, setting
+
+SYNC = "sync"
+FULLY_ASYNC = "fully_async"
+MODES = (SYNC, FULLY_ASYNC)
+
+
+@dataclass
+class AsyncTrainingConfig(BaseConfig):
+    """When prompts are sent, when new weights are published, and how old a token may be.
+
+    A *version* of the weights is what one publication gives to the servers; the first has number 0.
+    """
+
+    mode: str = setting(SYNC, "whether servers generate while the trainer trains", one_of=MODES)
+    staleness_threshold: float = setting(
+        0.1, "prompts sent ahead for the next version, as a share of those of one version", at_least=0
+    )
+    trigger_parameter_sync_step: int = setting(4, "updates between two publications of weights", at_least=1)
+    require_batches: int = setting(1, "mini-batches of one update", at_least=1)
+    partial_rollout: bool = setting(True, "let unfinished responses go on under new weights; false: wait for them")
+    use_rollout_log_probs: bool = setting(True, "take the rollout's log-probabilities as the old ones of the loss")
+    max_off_policy_threshold: int | None = setting(
+        None, "most versions between the sampling of a token and its update; null: no limit", at_least=0
+    )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether servers generate while the trainer trains."""
+        return self.mode != SYNC
