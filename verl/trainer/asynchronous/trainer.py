@@ -131,12 +131,18 @@ class AsyncTrainer(RayPPOTrainer):
 
     def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
         """Wait for the groups of this step, send others as far as the pace allows, and score these."""
-        self._draw(rows)
         started = time.perf_counter()
+
+        def draw() -> None:
+            self._draw(rows)
+            if self._end_of_data is not None and len(self.scheduler.outstanding) < self.pace.groups:
+                raise self._end_of_data
 
         def look() -> None:
             self._look_after_servers()
-            self._draw(rows)  # groups that failed leave room
+            draw()  # groups that failed leave room
+
+        draw()
 
         with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
             self._taken = self.scheduler.take(look)
@@ -174,8 +180,6 @@ class AsyncTrainer(RayPPOTrainer):
             except EndOfDataError as end:
                 self._end_of_data = end
         self.scheduler.add([self._unsent.popleft() for _ in range(min(room, len(self._unsent)))])
-        if self._end_of_data is not None and len(self.scheduler.outstanding) < self.pace.groups:
-            raise self._end_of_data
 
     def _prepared(self, rows: Iterator[Rows]) -> list[Group]:
         """Draw the next prompts of the data."""
