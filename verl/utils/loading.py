@@ -211,13 +211,18 @@ def not_finite(values: "Tensor") -> str | None:
 # ---- pickles
 
 
-def load_pickle(path: StrPath, trusted_classes: Iterable[str] = ()) -> Any:
+def load_pickle(path: StrPath | BinaryIO, trusted_classes: Iterable[str] = (), source: StrPath | None = None) -> Any:
     """Unpickle a file that names only listed or trusted classes.
 
+    Args: ``path`` is the file or its open content, which errors call ``source``.
     Raises: FileNotFoundError; UntrustedClassError, CheckpointError naming the file.
     """
-    with open(path, "rb") as file, naming(path):
-        return _unpickler_for(path, trusted_classes)(file).load()
+    if isinstance(path, str | os.PathLike):
+        with open(path, "rb") as file:
+            return load_pickle(file, trusted_classes, path)
+    name = source or str(path)
+    with naming(name):
+        return _unpickler_for(name, trusted_classes)(path).load()
 
 
 def unpickle_text(content: bytes, source: str) -> str:

@@ -16,12 +16,15 @@ from verl.errors import WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.kept import FILE_NAME, load_groups
+from verl.trainer.asynchronous.ledger import LedgerReader
+from verl.trainer.asynchronous.record import SEGMENT
 from verl.trainer.asynchronous.trainer import AsyncTrainer
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.factory import SeededRandomSampler
+from verl.utils.observe.digest import tensor_digest
 
 ROWS, GROUPS, SAMPLES, STEPS = 7, 2, 2, 6
 TURNS = "__turns__"
@@ -116,6 +119,7 @@ class Checkpoints:
     """Checkpoints of the driver's part alone."""
 
     may_be_written = False
+    newest: int | None = None
 
     def __init__(self, trainer: AsyncTrainer, root: Path) -> None:
         self.trainer, self.root, self.saved, self.extra_files = trainer, root, {}, []
@@ -134,7 +138,7 @@ class Checkpoints:
         self.saved[self.trainer.global_steps] = state, list(extra_files)
 
 
-def make_trainer(folder: Path, seed: int = 0, fails: Any = (), **pace: Any) -> Any:
+def make_trainer(folder: Path, seed: int = 0, fails: Any = (), resume_mode: str = "disable", **pace: Any) -> Any:
     trainer: Any = AsyncTrainer.__new__(AsyncTrainer)
     trainer.config = OmegaConf.create(
         {
@@ -145,7 +149,7 @@ def make_trainer(folder: Path, seed: int = 0, fails: Any = (), **pace: Any) -> A
                 "shuffle": True,
                 "seed": 5,
             },
-            "trainer": {"total_training_steps": STEPS, "balance_batch": False},
+            "trainer": {"total_training_steps": STEPS, "balance_batch": False, "resume_mode": resume_mode},
             "actor_rollout_ref": {"hybrid_engine": False, "rollout": {"n": SAMPLES, "mode": "async"}},
             "algorithm": {"adv_estimator": "grpo"},
             "async_training": {"mode": "fully_async", "trigger_parameter_sync_step": 1, "staleness_threshold": 1.0}
@@ -160,7 +164,12 @@ def make_trainer(folder: Path, seed: int = 0, fails: Any = (), **pace: Any) -> A
     trainer.reward_fn, trainer.device_name = reward, "cpu"
     trainer.engine_number = 10
     loops.trained = lambda: trainer.engine_number
-    trainer.actor_rollout_wg = SimpleNamespace(world_size=1, trained_version=lambda: [trainer.engine_number])
+    trainer.weights = "0"
+    trainer.actor_rollout_wg = SimpleNamespace(
+        world_size=1,
+        trained_version=lambda: [trainer.engine_number],
+        weights_digest=lambda: [trainer.weights],
+    )
     trainer.run_config = RunConfig.parse(trainer.config)
     trainer.records = SimpleNamespace(phase=lambda *arguments: None, log_attempts=lambda attempts, step=None: None)
     prompts = Prompts()
@@ -179,7 +188,12 @@ def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.trainer.asynchronous.scheduler._LOOK_S", 0.001)
 
 
-def collect(trainer: Any, until: int) -> dict[int, tuple[DataProto, list[Any], dict[str, float]]]:
+def rows_of(batch: DataProto) -> torch.Tensor:
+    """Return what an update reads of a batch."""
+    return torch.cat([batch.batch[name].flatten() for name in ("input_ids", "response_mask")])
+
+
+def collect(trainer: Any, until: int, saves: Any = ()) -> dict[int, tuple[DataProto, list[Any], dict[str, float]]]:
     """Collect the batches of the next steps as ``fit`` does."""
     rows = trainer._training_rows()
     found = {}
@@ -193,11 +207,20 @@ def collect(trainer: Any, until: int) -> dict[int, tuple[DataProto, list[Any], d
             trainer._add_scores(batch, metrics)
             trainer.state.weights_version += 1
             trainer.engine_number += 1
+            trainer.weights = tensor_digest(torch.cat([torch.tensor(list(trainer.weights.encode())), rows_of(batch)]))
+            trainer.record.updated(trainer.global_steps - 1, [trainer.weights], trainer.engine_number)
+            if trainer.global_steps in saves:
+                trainer._save_checkpoint()
             found[trainer.global_steps] = batch, list(trainer._taken), metrics
     finally:
         if trainer.global_steps == until == STEPS:
-            trainer.scheduler.stop()
+            end(trainer)
     return found
+
+
+def end(trainer: Any) -> None:
+    trainer.scheduler.stop()
+    trainer.record.close()
 
 
 def numbers(found: Any) -> list[int]:
@@ -252,22 +275,97 @@ def test_a_resumed_run_trains_what_was_under_way(tmp_path: Path, stop: int) -> N
     first = make_trainer(tmp_path, seed=4)
     before = collect(first, stop)
     first._save_checkpoint()
-    first.scheduler.stop()
+    end(first)
     position, names = first.checkpoints.saved[stop]
-    assert names == [FILE_NAME]
-    second = make_trainer(tmp_path, seed=9)
-    second.engine_number = 77  # the engines count anew
-    second.train_dataloader.load_state_dict(position.loader_state)
-    second.state.step, second.state.epoch = stop, position.epoch
-    second.checkpoints.extra_files = [tmp_path / f"global_step_{stop}" / FILE_NAME]
+    assert names == [FILE_NAME, SEGMENT]
+    LedgerReader(tmp_path / f"global_step_{stop}" / SEGMENT).verify()
     kept = {group.number: group.output for group in first.scheduler.outstanding if group.output is not None}
-    second._load_checkpoint()
+    second = resumed(tmp_path, stop, position)
     after = collect(second, STEPS)
     assert sorted(numbers(before) + numbers(after)) == list(range(STEPS * GROUPS))
     taken = {group.number: group.output for _, groups, _ in after.values() for group in groups}
     for number, output in kept.items():
         assert torch.equal(taken[number].batch["responses"], output.batch["responses"])
     assert max(metrics["fully_async/versions_behind/max"] for _, _, metrics in after.values()) <= 1
+
+
+def resumed(folder: Path, step: int, position: DataPosition | None, weights: str = "0") -> Any:
+    """Return the trainer of another process that has loaded a checkpoint, or found none."""
+    trainer = make_trainer(folder, seed=9, resume_mode="auto")
+    trainer.weights = weights
+    if position is not None:
+        trainer.engine_number = 77  # the engines count anew
+        trainer.train_dataloader.load_state_dict(position.loader_state)
+        trainer.state.step, trainer.state.epoch = step, position.epoch
+        trainer.checkpoints.extra_files = [folder / f"global_step_{step}" / FILE_NAME]
+    else:
+        trainer.checkpoints.resume = lambda: None
+    trainer._load_checkpoint()
+    return trainer
+
+
+@pytest.mark.parametrize("saved", [0, 2, 4])
+def test_a_killed_run_repeats_its_recorded_updates(
+    tmp_path: Path, saved: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that ends without a checkpoint of its last steps, as after SIGKILL, takes the same groups again."""
+    first = make_trainer(tmp_path, seed=4)
+    weights = []
+    before = collect(first, 5, saves=[saved])
+    end(first)
+    for event in LedgerReader(tmp_path / "ledger.sqlite").events("update"):
+        weights.append(event.facts["weights"][0])
+    position = first.checkpoints.saved[saved][0] if saved else None
+    second = resumed(tmp_path, saved, position, weights[saved - 1] if saved else "0")
+    after = collect(second, STEPS)
+    assert {step: numbers({step: after[step]}) for step in range(saved + 1, 6)} == {
+        step: numbers({step: before[step]}) for step in range(saved + 1, 6)
+    }
+    lineage = numbers({step: before[step] for step in range(1, saved + 1)}) + numbers(after)
+    assert sorted(lineage) == list(range(STEPS * GROUPS))
+    reader = LedgerReader(tmp_path / "ledger.sqlite")
+    again = [event.facts for event in reader.events("update")]
+    assert [facts["weights"] for facts in again[5 : 10 - saved]] == [[each] for each in weights[saved:]]
+    facts = next(reader.events("resumed")).facts
+    assert facts["updates"] == list(range(saved, 5)) and facts["step"] == saved
+    assert not [line for line in caplog.messages if "other bits" in line]
+
+
+def test_a_replay_follows_the_ledger_and_finds_other_weights(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path / "run", seed=4)
+    before = collect(first, STEPS)
+    path = tmp_path / "run" / "ledger.sqlite"
+    replay = make_trainer(tmp_path / "replay", replay=str(path))
+    replay.async_rollout_manager = None  # there are no servers
+    after = collect(replay, STEPS)
+    assert {step: rows_of(each[0]).tolist() for step, each in after.items()} == {
+        step: rows_of(each[0]).tolist() for step, each in before.items()
+    }
+    assert replay.weights == first.weights
+    other = make_trainer(tmp_path / "replay", replay=str(path))
+    other.async_rollout_manager, other.weights = None, "other"
+    with pytest.raises(RuntimeError, match="departs from its ledger: update 0"):
+        collect(other, STEPS)
+    longer = make_trainer(tmp_path / "replay", replay=str(path))
+    longer.async_rollout_manager, longer.state.total_steps = None, STEPS + 1
+    with pytest.raises(loaders.EndOfDataError, match=f"no batch of update {STEPS}"):
+        collect(longer, STEPS + 1)
+
+
+def test_responses_to_other_data_are_not_taken(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path / "run")
+    collect(first, STEPS)
+    other = make_trainer(tmp_path / "replay", replay=str(tmp_path / "run" / "ledger.sqlite"))
+    other.state.seed, other.async_rollout_manager = 2, None
+    with pytest.raises(WrongInput, match=r"another prompt as number .*trainer\.seed"):
+        collect(other, STEPS)
+
+
+def test_a_new_run_puts_the_ledger_of_an_earlier_one_aside(tmp_path: Path) -> None:
+    for _ in range(2):
+        collect(make_trainer(tmp_path), STEPS)
+    found = [LedgerReader(tmp_path / name) for name in ("ledger.sqlite", "ledger_1.sqlite")]
+    assert [len(list(each.events("update"))) for each in found] == [STEPS, STEPS]
 
 
 def test_a_group_that_fails_is_replaced_by_the_next_prompt(tmp_path: Path) -> None:
@@ -284,7 +382,7 @@ def test_weights_that_were_not_published_are_named(tmp_path: Path) -> None:
     trainer.async_rollout_manager.sync_weights = lambda step: setattr(trainer.async_rollout_manager, "number", 99)
     with pytest.raises(RuntimeError, match=r"weights number 99.*known are \[10\]"):
         collect(trainer, STEPS)
-    trainer.scheduler.stop()
+    end(trainer)
 
 
 def test_an_error_of_an_agent_loop_ends_the_run(tmp_path: Path) -> None:
@@ -296,7 +394,7 @@ def test_an_error_of_an_agent_loop_ends_the_run(tmp_path: Path) -> None:
     trainer.async_rollout_manager.receive = receive
     with pytest.raises(WrongInput, match="row 3: agent loop failed"):
         collect(trainer, STEPS)
-    trainer.scheduler.stop()
+    end(trainer)
 
 
 def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
@@ -306,14 +404,14 @@ def test_the_end_of_the_data_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(loaders.EndOfDataError):
         collect(trainer, STEPS)
     assert trainer.global_steps == 1 + ROWS // GROUPS
-    trainer.scheduler.stop()
+    end(trainer)
 
 
 def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     collect(trainer, 1)
     trainer._save_checkpoint()
-    trainer.scheduler.stop()
+    end(trainer)
     path = tmp_path / "global_step_1" / FILE_NAME
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(WrongInput, match=r"groups\.pkl.*would be lost"):

@@ -265,7 +265,7 @@ class AgentLoopManager(Manager):
 
         Args: the seconds since the batch before, and the version of the weights that the servers have.
         """
-        whole = _joined(outputs)
+        whole = joined_answers(outputs)
         whole.meta_info.pop("elapsed_s")
         whole.meta_info["metrics"] = {}
         return self._completed(whole, seconds, planned_version, validate=False)
@@ -337,7 +337,7 @@ class AgentLoopManager(Manager):
         metrics = {} if scores is None else scores.add_to(outputs)
         for (name, _), output in zip(callers, outputs, strict=True):
             self._take_spans(name, output)
-        whole = _joined(outputs)
+        whole = joined_answers(outputs)
         whole.meta_info["metrics"] = metrics
         return whole
 
@@ -380,7 +380,7 @@ class AgentLoopManager(Manager):
         return [worker for replica in self.rollout_replicas for worker in replica.workers]
 
 
-def _joined(outputs: Sequence[DataProto]) -> DataProto:
+def joined_answers(outputs: Sequence[DataProto]) -> DataProto:
     """Join the rows of several calls, and what they report of them, as ``AgentLoopWorker.generate_sequences`` does."""
     lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}
     elapsed_s = max((output.meta_info.pop("elapsed_s") for output in outputs), default=0.0)

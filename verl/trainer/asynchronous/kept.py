@@ -28,7 +28,8 @@ class Progress:
         stale_groups: groups that an update has trained after their version was no longer the newest.
         stale_trajectories: responses of which that is true.
         failed: groups that were given up because their agent loops failed.
-        trained_version: the engine's number of the weights at the checkpoint.
+        trained_number: the engine's number of the weights at the checkpoint.
+        ledger_seq: events of the ledger at the checkpoint.
     """
 
     drawn: int = 0
@@ -36,7 +37,8 @@ class Progress:
     stale_groups: int = 0
     stale_trajectories: int = 0
     failed: int = 0
-    trained_version: int = 0
+    trained_number: int = 0
+    ledger_seq: int = 0
 
 
 def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> None:

@@ -143,6 +143,16 @@ class Scheduler:
             if is_silent:
                 look()
 
+    def pick(self, numbers: Sequence[int]) -> list[Group]:
+        """Return these finished groups as those of the next update.
+
+        Raises: KeyError for one that has not finished.
+        """
+        with self._changed:
+            groups = [self._finished.pop(number) for number in numbers]
+            self.next_update += 1
+        return groups
+
     def published(self, version: int) -> None:
         """Note that the servers have a version, and send on."""
         with self._changed:

@@ -6,16 +6,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Event
 
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
+from verl.experimental.agent_loop.manager import joined_answers
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.asynchronous.kept import FILE_NAME, Progress, load_groups, save_groups
 from verl.trainer.asynchronous.metrics import group_metrics
 from verl.trainer.asynchronous.pacing import Pace
+from verl.trainer.asynchronous.record import SEGMENT, RunRecord
 from verl.trainer.asynchronous.scheduler import Group, Scheduler
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -23,6 +26,7 @@ from verl.trainer.ppo.rollouts import Sampled
 from verl.trainer.ppo.state import Metrics, Timing
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.profiler import marked_timer
+from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _REQUESTS_PER_SERVER = 16
@@ -45,6 +49,11 @@ class AsyncTrainer(RayPPOTrainer):
     _end_of_data: EndOfDataError | None = None
     _published = 0
     """The engine's number of the weights that the servers have."""
+    _moved = 0
+    """Engines count their weights from the start of their process; so much lower than in the first process of the run.
+
+    Records and kept responses have the numbers of the first process.
+    """
 
     # ---- the parts of a run
 
@@ -54,6 +63,22 @@ class AsyncTrainer(RayPPOTrainer):
             super().fit()
         finally:
             self.scheduler.stop()
+            self.record.close()
+
+    def _start_agent_loops(self) -> None:
+        """Start the servers and the actors that run agent loops, which a replay does not need."""
+        if self.run_config.async_training.replay is None:
+            super()._start_agent_loops()
+        self.async_rollout_mode = True
+
+    @functools.cached_property
+    def record(self) -> RunRecord:
+        """The ledger of the run."""
+        trusted = self.run_config.trainer.trusted_classes
+        replay = self.run_config.async_training.replay
+        if replay is not None:
+            return RunRecord.of_replay(Path(replay), trusted)
+        return RunRecord.of_run(self.checkpoints.root, trusted, self.run_config.trainer.resume_mode == "disable")
 
     @functools.cached_property
     def pace(self) -> Pace:
@@ -69,8 +94,8 @@ class AsyncTrainer(RayPPOTrainer):
     @functools.cached_property
     def scheduler(self) -> Scheduler:
         """The groups on their way."""
-        assert self._loops.servers is not None
-        most = _REQUESTS_PER_SERVER * len(self._loops.servers.replicas)
+        servers = None if self.record.is_replay else self._loops.servers
+        most = _REQUESTS_PER_SERVER * (0 if servers is None else len(servers.replicas))
         return Scheduler(self.pace, self._send, self._receive, most)
 
     @functools.cached_property
@@ -97,6 +122,9 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _sync_before_generation(self, timing: Timing) -> None:
         """Publish the weights if that is due before this step."""
+        if self.record.is_replay:
+            self.scheduler.published(self.pace.version(self.scheduler.next_update))
+            return
         update = self.state.step - 1
         if update % self.pace.updates == 0 or self.state.engine_version is None:
             with marked_timer("sync_rollout_weights", timing):
@@ -118,6 +146,8 @@ class AsyncTrainer(RayPPOTrainer):
     def _number_weights(self, version: int) -> None:
         """Note the version of the weights that the trainer has now, which servers may get."""
         self._published = self.actor_rollout_wg.trained_version()[0]
+        if self._version_of.get(self._published) != version:
+            self.record.published(version, self._published + self._moved)
         self._version_of[self._published] = version
 
     def _look_after_servers(self) -> None:
@@ -132,6 +162,20 @@ class AsyncTrainer(RayPPOTrainer):
     def collect(self, rows: Iterator[Rows], metrics: Metrics, timing: Timing) -> DataProto:
         """Wait for the groups of this step, send others as far as the pace allows, and score these."""
         started = time.perf_counter()
+        update = self.scheduler.next_update
+        with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
+            self._taken = self._recorded(rows, update) or self._finished(rows)
+        self.record.batch(update, self.scheduler.version, self._taken)
+        metrics["fully_async/total_wait_time"] = time.perf_counter() - started
+        self._draw(rows)
+        metrics |= group_metrics(self._taken, self.scheduler.version, self.progress)
+        seed_process(self.state.seed, "driver", self.state.step)  # whatever was drawn meanwhile
+        batch = self._checked("prepare", None, lambda: DataProto.concat([group.prepared for group in self._taken]))
+        batch = self._checked("generate", batch, self.generate, metrics, timing)
+        return self._checked("score", batch, self.score, metrics, timing)
+
+    def _finished(self, rows: Iterator[Rows]) -> list[Group]:
+        """Wait for the groups of the next update."""
 
         def draw() -> None:
             self._draw(rows)
@@ -143,16 +187,25 @@ class AsyncTrainer(RayPPOTrainer):
             draw()  # groups that failed leave room
 
         draw()
+        return self.scheduler.take(look)
 
-        with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
-            self._taken = self.scheduler.take(look)
-        metrics["fully_async/total_wait_time"] = time.perf_counter() - started
-        self._draw(rows)
-        metrics |= group_metrics(self._taken, self.scheduler.version, self.progress)
-        seed_process(self.state.seed, "driver", self.state.step)  # whatever was drawn meanwhile
-        batch = self._checked("prepare", None, lambda: DataProto.concat([group.prepared for group in self._taken]))
-        batch = self._checked("generate", batch, self.generate, metrics, timing)
-        return self._checked("score", batch, self.score, metrics, timing)
+    def _recorded(self, rows: Iterator[Rows], update: int) -> list[Group]:
+        """Return the groups that the ledger names for an update; none if it does not know it.
+
+        Raises: EndOfDataError at the end of a replay.
+        """
+        wanted = self.record.history.batches.get(update)
+        if wanted is None:
+            if self.record.is_replay:
+                raise EndOfDataError(f"the ledger of the replay has no batch of update {update}")
+            return []
+        while self.progress.drawn <= max(wanted):
+            self._unsent.extend(self._prepared(rows))
+        known = [group for group in self._unsent if group.number in wanted and group.output is not None]
+        for group in known:
+            self._unsent.remove(group)
+        self.scheduler.add(known)
+        return self.scheduler.pick(wanted)
 
     def _sample(self, batch: DataProto, metrics: Metrics, timing: Timing) -> Sampled:
         """Join the responses of the groups of this step."""
@@ -162,15 +215,20 @@ class AsyncTrainer(RayPPOTrainer):
         batch.non_tensor_batch = rows.non_tensor_batch
         prompts = DataProto.concat([group.prompt for group in taken])
         requests = DataProto.concat([group.requests for group in taken])
-        outputs = [group.output for group in taken if group.output is not None]
-        output = self._loops.gather(outputs, timing["wait_groups"], self._published)
-        if self.records is not None:
-            self.records.log_attempts(self._loops.take_attempts())
+        outputs = [moved(group.output, -self._moved) for group in taken if group.output is not None]
+        if self.record.is_replay:
+            output = _without_reports(joined_answers(outputs))
+        else:
+            output = self._loops.gather(outputs, timing["wait_groups"], self._published)
+            if self.records is not None:
+                self.records.log_attempts(self._loops.take_attempts())
         self.rollouts.receive(requests, output, metrics, timing)
         return prompts, output, tensors_of(requests)["sampling_seed"]
 
     def _draw(self, rows: Iterator[Rows]) -> None:
         """Draw prompts and send them, as far as the pace allows."""
+        if self.record.is_replay:
+            return
         room = self.scheduler.room()
         rest = (self.state.total_steps - self.scheduler.next_update) * self.pace.groups
         room = min(room, rest - len(self.scheduler.outstanding))
@@ -188,7 +246,14 @@ class AsyncTrainer(RayPPOTrainer):
             prepared = self.prepare(next(rows))
         prepared.meta_info.pop("first_prompt")  # rows of several draws are joined
         self.progress.drawn += len(prepared)
-        return [self._group(first + at, prepared[at : at + 1]) for at in range(len(prepared))]
+        groups = [self._group(first + at, prepared[at : at + 1]) for at in range(len(prepared))]
+        for group in groups:
+            self.record.drawn(group)
+        return [group for group in groups if self._is_wanted(group)]
+
+    def _is_wanted(self, group: Group) -> bool:
+        """Give a group what the ledger has of it; return whether it can be trained."""
+        return self.record.history.restore(group) or group.number not in self.record.history.failed
 
     def _group(self, number: int, prepared: DataProto) -> Group:
         """Return the group of a prompt, which is still to be sent."""
@@ -216,6 +281,7 @@ class AsyncTrainer(RayPPOTrainer):
         """Send the requests of a group to agent loops."""
         requests = group.requests.select()
         requests.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
+        self.record.sent(group, self.scheduler.next_update)
         group.pending = self._loops.send(requests)
         answer: Future[DataProto] = group.pending.refs[0].future()
         return answer
@@ -231,12 +297,16 @@ class AsyncTrainer(RayPPOTrainer):
         dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
         is_replaced = any(line["outcome"] == REPLACED for line in output.meta_info["attempts"])
         if is_replaced or (dropped is not None and dropped.astype(bool).all()):
+            lines = output.meta_info["attempts"]
+            reason = next((line["reason"] for line in lines if line["reason"]), "its agent loops failed")
             self._loops.give_up(output)
+            self.record.failed(group, str(reason))
             self.progress.failed += 1
             return False
         group.spans = [self._span(*span, group.version) for span in _engine_versions(output)]
         group.version = min(first for first, _ in group.spans)
-        group.output = output
+        group.output = moved(output, self._moved)
+        self.record.finished(group)
         self.progress.generated += len(output)
         return True
 
@@ -255,19 +325,47 @@ class AsyncTrainer(RayPPOTrainer):
             found.append(at_send if number is None else self._version_of[number])
         return found[0], found[1]
 
+    # ---- the rest of a step
+
+    def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Turn scores into rewards, advantages and returns, and record the scores."""
+        batch = super().shape(batch, metrics, timing)
+        order = self.state.row_order
+        if len(order) == len(batch) == sum(len(group.requests) for group in self._taken):  # no group has segments
+            self.record.scored(self._taken, tensors_of(batch)["token_level_scores"][order])
+        return batch
+
+    def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
+        """Update the models, and record the weights."""
+        batch = super().update(batch, metrics, timing)
+        with marked_timer("record_weights", timing):
+            digests = self.actor_rollout_wg.weights_digest()
+        number = self.actor_rollout_wg.trained_version()[0] + self._moved
+        self.record.updated(self.scheduler.next_update - 1, digests, number)
+        return batch
+
     # ---- validation and checkpoints
 
     def _validate(self) -> Metrics:
         """Return the metrics of the newest weights; unfinished responses go on beside the validation."""
-        self.scheduler.next_update = max(self.scheduler.next_update, self.state.step)
+        if self.record.is_replay:  # there are no servers
+            return {}
         self._publish()
         return super()._validate()
 
     def _save_checkpoint(self) -> None:
-        """Write a checkpoint with the groups that are drawn and not trained."""
-        self.progress.trained_version = self.actor_rollout_wg.trained_version()[0]
-        save_groups(self.checkpoints.begin(), [*self.scheduler.outstanding, *self._unsent], self.progress)
-        self.checkpoints.save(extra_files=[FILE_NAME])
+        """Write a checkpoint with the groups that are drawn and not trained, and its place in the ledger."""
+        progress = self.progress
+        progress.trained_number = self.actor_rollout_wg.trained_version()[0] + self._moved
+        progress.ledger_seq = self.record.last_seq  # what finishes meanwhile is repeated after a resume
+        folder = self.checkpoints.begin()
+        save_groups(folder, [*self.scheduler.outstanding, *self._unsent], progress)
+        files = [FILE_NAME]
+        if not self.record.is_replay:
+            self.record.export(folder, progress.ledger_seq)
+            files.append(SEGMENT)
+        self.checkpoints.save(extra_files=files)
+        self.record.saved(self.state.step, progress.ledger_seq)
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes, with the groups that were under way."""
@@ -278,13 +376,33 @@ class AsyncTrainer(RayPPOTrainer):
             self.checkpoints.check_extra_file(path)
             trusted = list(self.run_config.trainer.trusted_classes)
             groups, self.progress = load_groups(path, trusted, self._group)
-            moved = self.actor_rollout_wg.trained_version()[0] - self.progress.trained_version
-            for group in groups:
-                if group.output is not None:
-                    versions = group.output.meta_info["versions"]
-                    group.output.meta_info["versions"] = [v if v is None else v + moved for v in versions]
-            self._unsent.extend(groups)
+            self._moved = self.progress.trained_number - self.actor_rollout_wg.trained_version()[0]
+            self.record.resume(self.state.step, self.progress.ledger_seq, trusted)
+            self._unsent.extend(group for group in groups if group.output is not None or self._is_wanted(group))
+        self.record.tell_resumed(self.state.step)
         return step
+
+
+def moved(output: DataProto, by: int) -> DataProto:
+    """Return responses whose numbers of the weights are moved."""
+    result = output.select()
+    result.meta_info = dict(output.meta_info)
+    result.meta_info["versions"] = [None if each is None else each + by for each in output.meta_info["versions"]]
+    if by and TURNS_COLUMN in result.non_tensor_batch:
+        result.non_tensor_batch[TURNS_COLUMN] = object_array(
+            [
+                [turn | {"versions": [(number + by, count) for number, count in turn["versions"]]} for turn in of_row]
+                for of_row in output.non_tensor_batch[TURNS_COLUMN]
+            ]
+        )
+    return result
+
+
+def _without_reports(output: DataProto) -> DataProto:
+    """Return joined responses without what their loops have reported of them."""
+    for name in ("attempts", "versions", "seconds", "elapsed_s"):
+        output.meta_info.pop(name)
+    return output
 
 
 def _engine_versions(output: DataProto) -> list[tuple[int | None, int | None]]:

@@ -27,6 +27,7 @@ class AsyncTrainingConfig(BaseConfig):
     max_off_policy_threshold: int | None = setting(
         None, "most versions between the sampling of a token and its update; null: no limit", at_least=0
     )
+    replay: str | None = setting(None, "ledger of a run whose batches are trained again; nothing is generated")
 
     @property
     def is_async(self) -> bool:

@@ -186,6 +186,11 @@ class EngineWorker(Worker, DistProfilerExtension):
             report["digests"] = {"random_state": random_state_digest()} | self._digest_of_weights()
         return report
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weights_digest(self) -> str | None:
+        """Return a digest of this rank's part of the weights; None for a worker that does not train."""
+        return self._digest_of_weights().get("weights")
+
     def _last_generation(self) -> dict[str, float]:
         """Describe the last generation; empty for a worker that does not generate."""
         return {}

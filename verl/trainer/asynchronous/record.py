@@ -1,0 +1,192 @@
+"""The ledger of a run, in the words of the trainer."""
+
+import io
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from verl.errors import WrongInput
+from verl.trainer.asynchronous.history import History, packed
+from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
+from verl.trainer.asynchronous.scheduler import Group
+from verl.utils.json_types import JsonObject
+from verl.utils.observe.digest import tensor_digest
+
+logger = logging.getLogger(__name__)
+
+NAME = "ledger.sqlite"
+SEGMENT = "ledger_segment.sqlite"
+
+
+class RunRecord:
+    """Writes what decides what is trained to a ledger, and knows what it says about updates that are to be repeated.
+
+    Attributes: ``history`` says which updates are repeated; a replay repeats all of them, and writes no ledger.
+    """
+
+    def __init__(self, ledger: Ledger | None, history: History) -> None:
+        self.history = history
+        self._ledger = ledger
+        self._exported = 0
+
+    @classmethod
+    def of_run(cls, folder: Path, trusted_classes: Iterable[str], is_new: bool) -> Self:
+        """Open the ledger of a run, and read it from its start; a new run puts that of an earlier one aside."""
+        path = folder / NAME
+        if is_new and path.exists():
+            put_aside(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        ledger = Ledger(path)
+        return cls(ledger, History.read(ledger, 0, trusted_classes))
+
+    @classmethod
+    def of_replay(cls, path: Path, trusted_classes: Iterable[str]) -> Self:
+        """Read the ledger that a replay follows.
+
+        Raises: LedgerError if it was changed; WrongInput if it holds no update.
+        """
+        reader = LedgerReader(path)
+        reader.verify()
+        history = History.read(reader, 0, trusted_classes)
+        if not history.batches:
+            raise WrongInput(f"async_training.replay={path}: the ledger holds no batch, so there is nothing to replay")
+        return cls(None, history)
+
+    @property
+    def is_replay(self) -> bool:
+        """Whether the run follows the ledger of another one."""
+        return self._ledger is None
+
+    @property
+    def last_seq(self) -> int:
+        """The number of the last event; 0 in a replay."""
+        return 0 if self._ledger is None else self._ledger.last_seq
+
+    def resume(self, step: int, seq: int, trusted_classes: Iterable[str]) -> None:
+        """Go on after the checkpoint of a step, at which the ledger had ``seq`` events."""
+        if self._ledger is None:
+            return
+        self._exported = seq
+        if self._ledger.last_seq < seq:
+            logger.warning(
+                "the ledger has %d events, and had %d at the checkpoint of step %d: it is not the one of this run, or "
+                "was lost. The run goes on from the checkpoint, and nothing after it is repeated",
+                *(self._ledger.last_seq, seq, step),
+            )
+            self._exported = self._ledger.last_seq
+            self.history = History(self._ledger)
+            return
+        self.history = History.read(self._ledger, seq, trusted_classes)
+
+    def tell_resumed(self, step: int) -> None:
+        """Say and record what is repeated and taken over."""
+        if self._ledger is None or not self._ledger.last_seq:
+            return
+        history = self.history
+        facts: JsonObject = {
+            "step": step,
+            "updates": sorted(history.batches),
+            "finished": len(history.finished),
+            "failed": len(history.failed),
+        }
+        self._ledger.append("resumed", facts)
+        logger.info(
+            "ledger: the run goes on after update %d, repeats %d updates with their recorded batches, and takes over "
+            "%d finished groups and %d that had failed",
+            *(step, len(history.batches), len(history.finished), len(history.failed)),
+        )
+
+    # ---- events
+
+    def drawn(self, group: Group) -> None:
+        """Record the draw of a prompt."""
+        prompt = tensor_digest(group.requests.batch["input_ids"][:1]) if group.requests.batch is not None else ""
+        uid = str(group.prepared.non_tensor_batch["uid"][0])
+        self._append("drawn", {"number": group.number, "uid": uid, "prompt": prompt})
+
+    def sent(self, group: Group, update: int) -> None:
+        """Record the requests of a group; ``update`` is the next whose groups are not chosen yet."""
+        seeds = group.seeds.tolist()
+        self._append("sent", {"number": group.number, "version": group.version, "update": update, "seeds": seeds})
+
+    def finished(self, group: Group) -> None:
+        """Record the responses of a group."""
+        assert group.output is not None
+        attempts = group.output.meta_info["attempts"]
+        servers = sorted({name for line in attempts for name in line.get("servers", ())})
+        facts: JsonObject = {"number": group.number, "version": group.version, "servers": servers}
+        facts["spans"] = [list(span) for span in group.spans]
+        self._append("finished", facts, packed(group.output))
+
+    def failed(self, group: Group, reason: str) -> None:
+        """Record why a group is given up."""
+        self._append("failed", {"number": group.number, "reason": reason})
+
+    def scored(self, groups: Sequence[Group], scores: Tensor) -> None:
+        """Record the token-level scores (B, R) of groups, in their order."""
+        first = 0
+        for group in groups:
+            count = len(group.requests)
+            content = io.BytesIO()
+            torch.save(scores[first : first + count].clone(), content)
+            sums = scores[first : first + count].sum(-1).tolist()
+            self._append("scored", {"number": group.number, "scores": sums}, content.getvalue())
+            first += count
+
+    def batch(self, update: int, version: int, groups: Sequence[Group]) -> None:
+        """Record which groups an update trains on."""
+        numbers = [group.number for group in groups]
+        self._append("batch", {"update": update, "version": version, "numbers": numbers})
+
+    def updated(self, update: int, weights: Sequence[str | None], number: int) -> None:
+        """Record the weights after an update, and compare them with those of its last attempt.
+
+        Raises: RuntimeError in a replay whose weights differ.
+        """
+        digests = [str(digest) for digest in weights]
+        known = self.history.weights.get(update)
+        if known is not None and known != digests:
+            words = f"update {update}: the weights are {digests}, and were {known} when it was recorded"
+            if self.is_replay:
+                raise RuntimeError(f"the replay departs from its ledger: {words}")
+            logger.warning("%s: the repeated update has other bits", words)
+        self._append("update", {"update": update, "weights": digests, "number": number})
+
+    def published(self, version: int, number: int) -> None:
+        """Record that the servers get a version, which has a number of the engine."""
+        self._append("published", {"version": version, "number": number})
+
+    def export(self, folder: Path, upto: int) -> None:
+        """Write the events since the checkpoint before, up to a number, to the folder of a checkpoint."""
+        if self._ledger is not None:
+            self._ledger.export(folder / SEGMENT, self._exported, upto)
+
+    def saved(self, step: int, seq: int) -> None:
+        """Record a checkpoint, which holds the place ``seq`` in the ledger."""
+        self._append("checkpoint", {"step": step, "seq": seq}, durable=True)
+        self._exported = seq
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()
+
+    def _append(self, kind: str, facts: JsonObject, payload: bytes | None = None, durable: bool = False) -> None:
+        if self._ledger is not None:
+            self._ledger.append(kind, facts, payload, durable)
+
+
+def put_aside(path: Path) -> None:
+    """Rename the ledger of an earlier run in this folder."""
+    number = 1
+    while (other := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
+        number += 1
+    for ending in ("", "-wal", "-shm"):
+        part = path.with_name(path.name + ending)
+        if part.exists():
+            part.rename(other.with_name(other.name + ending))
+    logger.warning("trainer.resume_mode=disable: the ledger of the earlier run is %s now", other)
