@@ -23,6 +23,10 @@ _COROUTINE = (
 _OLD = "no fork builds on version 0.6 or an earlier one"
 _ROLES_TAKEN = "forks of versions up to 0.6 build their workers on verl.workers.roles"
 _DROPPED = "the established project drops the path"
+_NOT_ACTORS = dict.fromkeys(
+    ("FullyAsyncRollouter", "FullyAsyncTrainer", "MessageQueue", "MessageQueueClient", "ParameterSynchronizer"),
+    "one driver schedules, trains and publishes: derive from verl.trainer.asynchronous.trainer.AsyncTrainer",
+)
 _SCRIPTS_MOVED = "launch scripts that name the path start the command of verl.trainer or of the recipe"
 
 
@@ -232,6 +236,24 @@ FACADES = {
         "launch scripts since 0.7",
         _SCRIPTS_MOVED,
         dict.fromkeys(("main", "OneStepOffTaskRunner"), "recipe.one_step_off_policy.main_ppo"),
+    ),
+    "verl.experimental.fully_async_policy": Facade(
+        "forks of the recipe since 0.7",
+        "forks import recipe.fully_async_policy",
+        {
+            "FullyAsyncTaskRunner": "verl.trainer.asynchronous.task_runner",
+            "AsyncTrainer": "verl.trainer.asynchronous.trainer",
+        },
+        _NOT_ACTORS,
+    ),
+    "verl.experimental.fully_async_policy.fully_async_main": Facade(
+        "launch scripts since 0.7",
+        _SCRIPTS_MOVED,
+        {
+            "main": "recipe.fully_async_policy.fully_async_main",
+            "FullyAsyncTaskRunner": "verl.trainer.asynchronous.task_runner",
+        },
+        _NOT_ACTORS,
     ),
     "verl.experimental.one_step_off_policy.ray_trainer": Facade(
         "forks of the recipe since 0.7",

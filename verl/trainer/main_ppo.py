@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.config.async_training import SYNC
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.files import RUN_FOLDERS
 from verl.trainer.config.run_config import RunConfig, needs_reference
@@ -53,7 +54,13 @@ __getattr__ = lazy_exports(__name__, {"create_rl_dataset": _FACTORY, "create_rl_
 @hydra_main("ppo_trainer")
 def main(config: DictConfig) -> None:
     """Run PPO with the composed configuration."""
-    run_ppo(config)
+    if config.async_training.mode == SYNC:
+        run_ppo(config)
+        return
+    from verl.trainer.asynchronous.task_runner import FullyAsyncTaskRunner, complete
+
+    complete(config)
+    run_ppo(config, FullyAsyncTaskRunner)
 
 
 # ---- the launching process

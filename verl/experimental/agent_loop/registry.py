@@ -21,7 +21,11 @@ ONE_TURN = "single_turn_agent"
 """The loop that reads no tools."""
 _PACKAGE = "verl.experimental.agent_loop"
 _REGISTRY: dict[str, DictConfig] = {
-    ONE_TURN: OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
+    # The second name is that of established asynchronous commands: any response may go on under new weights here.
+    **dict.fromkeys(
+        (ONE_TURN, "partial_single_turn_agent"),
+        OmegaConf.create({"_target_": f"{_PACKAGE}.single_turn_agent_loop.SingleTurnAgentLoop"}),
+    ),
     "tool_agent": OmegaConf.create({"_target_": f"{_PACKAGE}.tool_agent_loop.ToolAgentLoop"}),
 }
 

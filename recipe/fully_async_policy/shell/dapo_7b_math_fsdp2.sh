@@ -1,0 +1,53 @@
+# What the scripts dapo_7b_math_fsdp2_*.sh run; each sets NNODES, GENERATE and TRAIN (GPUs of each node that generate and train).
+set -x
+
+HERE="$(dirname "${BASH_SOURCE[0]}")"
+ENGINE="${ENGINE:-vllm}"
+RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
+MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
+CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen2.5-7b-MATH-fsdp2-fully-async-$NAME}"
+
+max_prompt_length=2048
+max_response_length=8192
+source "$HERE/../../../examples/settings.sh"
+
+python3 -m recipe.fully_async_policy.fully_async_main "${DAPO[@]}" "${OFFLOAD[@]}" "${DAPO_MATH[@]}" \
+    data.max_response_length=$max_response_length \
+    data.train_batch_size=0 \
+    data.gen_batch_size=1 \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.actor.strategy=fsdp2 \
+    actor_rollout_ref.ref.strategy=fsdp2 \
+    critic.strategy=fsdp2 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size="$SEQUENCE_PARALLEL" \
+    actor_rollout_ref.actor.fsdp_config.fsdp_size=2 \
+    actor_rollout_ref.rollout.name="$ENGINE" \
+    actor_rollout_ref.rollout.mode=async \
+    actor_rollout_ref.rollout.temperature=1.0 \
+    actor_rollout_ref.rollout.max_num_batched_tokens="$((max_prompt_length + max_response_length))" \
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=true \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
+    +reward_model.reward_kwargs.overlong_buffer_cfg.log=false \
+    +reward_model.reward_kwargs.max_resp_len=$max_response_length \
+    rollout.nnodes="$NNODES" \
+    rollout.n_gpus_per_node="$GENERATE" \
+    rollout.n=16 \
+    rollout.total_rollout_steps="$((512 * 400))" \
+    rollout.total_epochs=10 \
+    rollout.test_freq=20 \
+    async_training.staleness_threshold=0.1 \
+    async_training.trigger_parameter_sync_step=4 \
+    async_training.require_batches=4 \
+    async_training.partial_rollout=true \
+    trainer.project_name=DAPO \
+    trainer.experiment_name="DAPO-Qwen2.5-7b-MATH-fsdp2-fully-async-$NAME" \
+    trainer.default_local_dir="$CKPTS_DIR" \
+    trainer.n_gpus_per_node="$TRAIN" \
+    trainer.nnodes="$NNODES" \
+    trainer.save_freq=-1 \
+    "$@"

@@ -1,0 +1,77 @@
+"""The task runner of asynchronous training, the rules of its configuration, and the keys that it completes.
+
+The launching process imports neither torch nor transformers, so the trainer is imported where it runs.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from verl.base_config import Violation
+from verl.trainer.main_ppo import TaskRunner
+
+if TYPE_CHECKING:
+    from verl.trainer.config.run_config import RunConfig
+
+_ROLE = "actor_rollout_ref"
+
+
+def async_rules(run: "RunConfig") -> Iterator[Violation]:
+    """Yield settings that forbid generating while the trainer trains."""
+    shared = run.actor_rollout_ref
+    wanted = shared.actor.ppo_mini_batch_size * run.async_training.require_batches
+    if run.data.train_batch_size != wanted:
+        expected = f"must be 0, or {_ROLE}.actor.ppo_mini_batch_size x async_training.require_batches = {wanted}"
+        yield Violation("data.train_batch_size", run.data.train_batch_size, expected)
+    if shared.hybrid_engine:
+        expected = "must be false: generation and training overlap, so that the servers need devices of their own: "
+        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node; verl.trainer.main_ppo takes true"
+        yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
+    elif not shared.rollout.serves:
+        expected = "must be async: standalone servers answer request by request"
+        yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
+    if not shared.rollout.calculate_log_probs:
+        expected = "must be true: the loss compares with the weights that sampled"
+        yield Violation(f"{_ROLE}.rollout.calculate_log_probs", False, expected)
+    if run.algorithm.adv_estimator == "remax":
+        expected = "is not supported: its greedy baselines would be those of other weights than the samples: write "
+        expected += "another estimator such as rloo, or take verl.trainer.main_ppo"
+        yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
+    if shared.rollout.over_sample_rate:
+        expected = "is not supported: an update does not wait for the slowest responses anyway: write 0"
+        yield Violation.unsupported(f"{_ROLE}.rollout.over_sample_rate", shared.rollout.over_sample_rate, expected)
+
+
+def complete(config: DictConfig) -> None:
+    """Fill in the keys of the main trainer that those of asynchronous training decide.
+
+    The node ``rollout``, by which established commands set servers and length, may be absent.
+    """
+    pace = config.async_training
+    groups = OmegaConf.select(config, f"{_ROLE}.actor.ppo_mini_batch_size") * pace.require_batches
+    rollout = OmegaConf.select(config, "rollout") or {}
+    prompts, epochs, test_freq = (rollout.get(name) for name in ("total_rollout_steps", "total_epochs", "test_freq"))
+    with open_dict(config):
+        if not config.data.train_batch_size:
+            config.data.train_batch_size = groups
+        if config.trainer.total_training_steps is None and prompts is not None:
+            config.trainer.total_training_steps = max(1, prompts // groups)
+        if epochs is not None:
+            config.trainer.total_epochs = min(config.trainer.total_epochs, epochs)
+        if test_freq is not None and test_freq > 0:
+            config.trainer.test_freq = test_freq * pace.trigger_parameter_sync_step
+        if pace.use_rollout_log_probs:
+            OmegaConf.update(config, f"{_ROLE}.actor.use_rollout_log_probs", True)
+
+
+class FullyAsyncTaskRunner(TaskRunner):
+    """The main trainer's workers and data, with a trainer that trains while the servers generate."""
+
+    recipe_rules = staticmethod(async_rules)
+
+    def trainer_class(self) -> type:
+        """Choose the asynchronous trainer."""
+        from verl.trainer.asynchronous.trainer import AsyncTrainer
+
+        return AsyncTrainer
