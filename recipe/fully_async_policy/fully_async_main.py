@@ -4,17 +4,16 @@ import importlib
 
 from omegaconf import DictConfig
 
-from verl.trainer.asynchronous.task_runner import FullyAsyncTaskRunner, complete
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.main_ppo import run_ppo
+from verl.trainer.main_ppo import FullyAsyncTaskRunner as FullyAsyncTaskRunner
+from verl.trainer.main_ppo import run_async
 from verl.utils.import_utils import dotted_name
 
 
 @hydra_main("fully_async_ppo_trainer", config_path="config")
 def main(config: DictConfig) -> None:
     """Train by the composed configuration."""
-    complete(config)
-    run_ppo(config, FullyAsyncTaskRunner)
+    run_async(config)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,13 @@ from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
 from tests.composition import composed_config
 from tests.special_sanity.test_docs import PAGES
 from verl.base_config import ConfigError
+from verl.trainer.config.async_training import SYNC
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.generation_server import parse_generation_server
 from verl.trainer.config.keys import OPTIONAL, dotted_keys, is_free
 from verl.trainer.config.other_versions import ROWS
 from verl.trainer.config.rules import profiler
+from verl.trainer.config.rules.asynchronous import complete
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.config.sft import parse_sft_config
 from verl.trainer.config.validation import examined_config
@@ -34,6 +36,7 @@ CONFIG_OF_MODULE = {
     "examples.split_placement.main_ppo_split": "ppo_trainer_split",
     "recipe.dapo.main_dapo": "dapo_trainer",
     "recipe.entropy.main_entropy": "entropy_trainer",
+    "recipe.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
     "recipe.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
     "recipe.prime.main_prime": "prime_trainer",
     "recipe.spin.main_spin": "spin_trainer",
@@ -50,6 +53,7 @@ RECIPE_NODES = {
     "examples.split_placement.main_ppo_split": (),
     "recipe.dapo.main_dapo": DAPOTaskRunner.recipe_nodes,
     "recipe.entropy.main_entropy": EntropyTaskRunner.recipe_nodes,
+    "recipe.fully_async_policy.fully_async_main": (),
     "recipe.one_step_off_policy.main_ppo": OneStepOffTaskRunner.recipe_nodes,
     "recipe.prime.main_prime": (),
     "recipe.spin.main_spin": (),
@@ -182,6 +186,8 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
 
 def assert_starts(script: Path, config: DictConfig, module: str) -> None:
     """Assert that a run passes the checks before the start, or is refused for what ``WAITING`` says alone."""
+    if config.async_training.mode != SYNC:
+        complete(config)
     reason = WAITING.get(str(script.relative_to(ROOT)))
     if reason is not None:
         with pytest.raises(ConfigError) as refused:

@@ -241,7 +241,7 @@ FACADES = {
         "forks of the recipe since 0.7",
         "forks import recipe.fully_async_policy",
         {
-            "FullyAsyncTaskRunner": "verl.trainer.asynchronous.task_runner",
+            "FullyAsyncTaskRunner": "verl.trainer.main_ppo",
             "AsyncTrainer": "verl.trainer.asynchronous.trainer",
         },
         _NOT_ACTORS,
@@ -251,7 +251,7 @@ FACADES = {
         _SCRIPTS_MOVED,
         {
             "main": "recipe.fully_async_policy.fully_async_main",
-            "FullyAsyncTaskRunner": "verl.trainer.asynchronous.task_runner",
+            "FullyAsyncTaskRunner": "verl.trainer.main_ppo",
         },
         _NOT_ACTORS,
     ),

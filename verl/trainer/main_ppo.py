@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.config.async_training import SYNC
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.rules.asynchronous import complete
 from verl.trainer.config.rules.files import RUN_FOLDERS
 from verl.trainer.config.run_config import RunConfig, needs_reference
 from verl.trainer.ppo.utils import Role, need_critic
@@ -56,9 +57,12 @@ def main(config: DictConfig) -> None:
     """Run PPO with the composed configuration."""
     if config.async_training.mode == SYNC:
         run_ppo(config)
-        return
-    from verl.trainer.asynchronous.task_runner import FullyAsyncTaskRunner, complete
+    else:
+        run_async(config)
 
+
+def run_async(config: DictConfig) -> None:
+    """Train while servers generate, as ``run_ppo``."""
     complete(config)
     run_ppo(config, FullyAsyncTaskRunner)
 
@@ -296,6 +300,16 @@ class TaskRunner:
         CLOCK.mark("tokenizer_and_data")
         trainer.init_workers(workers.result(trainer.config, trainer.total_training_steps) if workers else None)
         trainer.fit()
+
+
+class FullyAsyncTaskRunner(TaskRunner):
+    """The workers and data of ``TaskRunner``, with a trainer that trains while the servers generate."""
+
+    def trainer_class(self) -> type["RayPPOTrainer"]:
+        """Choose the asynchronous trainer."""
+        from verl.trainer.asynchronous.trainer import AsyncTrainer
+
+        return AsyncTrainer
 
 
 def _workers_of(strategy: str) -> ModuleType:

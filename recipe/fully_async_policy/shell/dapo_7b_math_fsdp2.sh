@@ -1,8 +1,15 @@
-# What the scripts dapo_7b_math_fsdp2_*.sh run; each sets NNODES, GENERATE and TRAIN (GPUs of each node that generate and train).
-set -x
+#!/usr/bin/env bash
+# Fully asynchronous, with the reward, limits and loss of DAPO on FSDP2: Qwen2.5-Math-7B on DAPO-Math-17k; by default 4 GPUs of one node generate and 4 train.
+# Data first: bash recipe/dapo/prepare_dapo_data.sh
+set -euxo pipefail
 
-HERE="$(dirname "${BASH_SOURCE[0]}")"
+HERE="$(dirname "$0")"
 ENGINE="${ENGINE:-vllm}"
+NNODES="${NNODES:-1}"
+GENERATE="${GENERATE:-4}" # GPUs of each node
+TRAIN="${TRAIN:-4}"
+SEQUENCE_PARALLEL="${SEQUENCE_PARALLEL:-1}"
+NAME="${NAME:-4_4}"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
 CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen2.5-7b-MATH-fsdp2-fully-async-$NAME}"

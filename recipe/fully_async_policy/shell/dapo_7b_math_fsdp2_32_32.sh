@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fully asynchronous, with the reward, limits and loss of DAPO on FSDP2: Qwen2.5-Math-7B on DAPO-Math-17k; of each of 4 nodes 8 GPUs generate and 8 train.
+# Fully asynchronous, with the reward, limits and loss of DAPO on FSDP2: Qwen2.5-Math-7B on DAPO-Math-17k; 8 GPUs of each of 4 nodes generate and 8 train.
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
-set -euo pipefail
+set -euxo pipefail
 
-NNODES=4 GENERATE=8 TRAIN=8 SEQUENCE_PARALLEL=4 NAME=32_32 source "$(dirname "$0")/dapo_7b_math_fsdp2.sh"
+export NNODES="${NNODES:-4}" GENERATE=8 TRAIN=8 SEQUENCE_PARALLEL=4 NAME=32_32
+bash "$(dirname "$0")/dapo_7b_math_fsdp2.sh" "$@"

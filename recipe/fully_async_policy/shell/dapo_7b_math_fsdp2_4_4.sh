@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Fully asynchronous, with the reward, limits and loss of DAPO on FSDP2: Qwen2.5-Math-7B on DAPO-Math-17k; of each of 1 nodes 4 GPUs generate and 4 train.
+# Fully asynchronous, with the reward, limits and loss of DAPO on FSDP2: Qwen2.5-Math-7B on DAPO-Math-17k; 4 GPUs generate and 4 train.
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
-set -euo pipefail
+set -euxo pipefail
 
-NNODES=1 GENERATE=4 TRAIN=4 SEQUENCE_PARALLEL=1 NAME=4_4 source "$(dirname "$0")/dapo_7b_math_fsdp2.sh"
+export NNODES="${NNODES:-1}" GENERATE=4 TRAIN=4 SEQUENCE_PARALLEL=1 NAME=4_4
+bash "$(dirname "$0")/dapo_7b_math_fsdp2.sh" "$@"

@@ -74,7 +74,9 @@ class History:
         seq = self.finished.get(group.number)
         if seq is None:
             return False
-        group.version, group.spans = self._versions[group.number]
+        version = self._versions[group.number]
+        group.version = version[0]
+        group.spans = version[1]
         output = unpacked(self.ledger.payload(seq), f"event {seq} of the ledger", self.trusted_classes)
         uids = output.non_tensor_batch["uid"].tolist()
         if set(uids) != set(group.prepared.non_tensor_batch["uid"].tolist()):

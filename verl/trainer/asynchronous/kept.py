@@ -15,7 +15,10 @@ from verl.utils.py_functional import object_array
 
 FILE_NAME = "groups.pkl"
 _PROGRESS = "progress"
-_NUMBER, _VERSION, _OUTPUT = "__number__", "__version__", "__output__"
+_NUMBER = "__number__"
+_VERSION = "__version__"
+_SPANS = "__spans__"
+_OUTPUT = "__output__"
 
 
 @dataclass
@@ -48,6 +51,7 @@ def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> No
     if groups:
         rows.non_tensor_batch[_NUMBER] = np.array([group.number for group in groups])
         rows.non_tensor_batch[_VERSION] = np.array([group.version for group in groups])
+        rows.non_tensor_batch[_SPANS] = object_array([group.spans for group in groups])
         rows.non_tensor_batch[_OUTPUT] = object_array([group.output for group in groups])
     rows.meta_info = {_PROGRESS: asdict(progress)}
     write_file(folder, FILE_NAME, lambda file: pickle.dump(rows, file, protocol=5))
@@ -72,10 +76,15 @@ def load_groups(
     progress = Progress(**rows.meta_info.pop(_PROGRESS))
     if not rows.non_tensor_batch:
         return [], progress
-    numbers, versions, outputs = (rows.non_tensor_batch.pop(name) for name in (_NUMBER, _VERSION, _OUTPUT))
+    numbers = rows.non_tensor_batch.pop(_NUMBER).tolist()
+    versions = rows.non_tensor_batch.pop(_VERSION).tolist()
+    spans = rows.non_tensor_batch.pop(_SPANS)
+    outputs = rows.non_tensor_batch.pop(_OUTPUT)
     groups = []
-    for at, number in enumerate(numbers.tolist()):
+    for at, number in enumerate(numbers):
         group = new_group(number, rows[at : at + 1])
-        group.version, group.output = int(versions[at]), outputs[at]
+        group.version = versions[at]
+        group.spans = spans[at]
+        group.output = outputs[at]
         groups.append(group)
     return groups, progress

@@ -270,12 +270,15 @@ class AsyncTrainer(RayPPOTrainer):
     def _as_drawn(self, number: int) -> Iterator[None]:
         """Count prompts from the start of the run, whatever the step in which they are drawn."""
         state = self.state
-        before = state.step, state.prompts_drawn
-        state.step, state.prompts_drawn = 0, number
+        step = state.step
+        drawn = state.prompts_drawn
+        state.step = 0
+        state.prompts_drawn = number
         try:
             yield
         finally:
-            state.step, state.prompts_drawn = before
+            state.step = step
+            state.prompts_drawn = drawn
 
     def _send(self, group: Group) -> "Future[DataProto]":
         """Send the requests of a group to agent loops."""

@@ -13,6 +13,7 @@ from verl.algos.names import ADV_ESTIMATORS, POLICY_LOSSES
 from verl.base_config import Violation, as_yaml, config_error, nearest
 from verl.trainer.config.keys import dotted_keys, replaced_keys, select, tree_of
 from verl.trainer.config.other_versions import row_of
+from verl.trainer.config.rules.asynchronous import async_rules
 from verl.trainer.config.rules.batch import batch_rules
 from verl.trainer.config.rules.files import file_rules, may_register
 from verl.trainer.config.rules.fork_workers import fork_rules
@@ -153,6 +154,7 @@ def _rules(
     """Yield conflicts between values, general ones first; ``broken`` holds keys that are already wrong."""
     first = [
         *_step_rules(run),
+        *async_rules(run),
         *importance_weight_rules(run),
         *bypass_rules(run),
         *option_rules(run),

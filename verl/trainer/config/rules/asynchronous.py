@@ -1,24 +1,19 @@
-"""The task runner of asynchronous training, the rules of its configuration, and the keys that it completes.
-
-The launching process imports neither torch nor transformers, so the trainer is imported where it runs.
-"""
+"""Settings that forbid generating while the trainer trains, and the keys that asynchronous training completes."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import Violation
-from verl.trainer.main_ppo import TaskRunner
-
-if TYPE_CHECKING:
-    from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.run_config import RunConfig
 
 _ROLE = "actor_rollout_ref"
 
 
-def async_rules(run: "RunConfig") -> Iterator[Violation]:
+def async_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield settings that forbid generating while the trainer trains."""
+    if not run.async_training.is_async:
+        return
     shared = run.actor_rollout_ref
     wanted = shared.actor.ppo_mini_batch_size * run.async_training.require_batches
     if run.data.train_batch_size != wanted:
@@ -63,15 +58,3 @@ def complete(config: DictConfig) -> None:
             config.trainer.test_freq = test_freq * pace.trigger_parameter_sync_step
         if pace.use_rollout_log_probs:
             OmegaConf.update(config, f"{_ROLE}.actor.use_rollout_log_probs", True)
-
-
-class FullyAsyncTaskRunner(TaskRunner):
-    """The main trainer's workers and data, with a trainer that trains while the servers generate."""
-
-    recipe_rules = staticmethod(async_rules)
-
-    def trainer_class(self) -> type:
-        """Choose the asynchronous trainer."""
-        from verl.trainer.asynchronous.trainer import AsyncTrainer
-
-        return AsyncTrainer
