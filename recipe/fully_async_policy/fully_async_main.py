@@ -5,6 +5,7 @@ import importlib
 from omegaconf import DictConfig
 
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.rules.asynchronous import refuse_two_numbers
 from verl.trainer.main_ppo import FullyAsyncTaskRunner as FullyAsyncTaskRunner
 from verl.trainer.main_ppo import run_async
 from verl.utils.import_utils import dotted_name
@@ -13,6 +14,7 @@ from verl.utils.import_utils import dotted_name
 @hydra_main("fully_async_ppo_trainer", config_path="config")
 def main(config: DictConfig) -> None:
     """Train by the composed configuration."""
+    refuse_two_numbers(config)
     run_async(config)
 
 

@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl.base_config import ConfigError, Violation
+from verl.base_config import Violation
 from verl.trainer.config.cli import hydra_main
+from verl.trainer.config.rules.asynchronous import refuse_two_numbers
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.utils.import_utils import dotted_name
-from verl.workers.config import RolloutConfig
 
 if TYPE_CHECKING:
     from verl.trainer.config.run_config import RunConfig
@@ -40,24 +40,6 @@ def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
         expected = "is not supported: nothing is generated, so nothing overlaps: write false, or take "
         expected += "verl.trainer.main_ppo"
         yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)
-
-
-def refuse_two_numbers(config: DictConfig) -> None:
-    """Reject numbers of devices in ``rollout`` that differ from those in ``actor_rollout_ref.rollout``.
-
-    Raises: ConfigError.
-    """
-    violations = []
-    for name in ("nnodes", "n_gpus_per_node"):
-        short, whole = (OmegaConf.select(config, f"{node}.{name}") for node in ("rollout", f"{_ROLE}.rollout"))
-        if short not in (None, getattr(RolloutConfig, name), whole):
-            violations.append(
-                Violation(
-                    f"rollout.{name}", short, f"is the same as {_ROLE}.rollout.{name}={whole}: write one of the two"
-                )
-            )
-    if violations:
-        raise ConfigError(violations)
 
 
 class OneStepOffTaskRunner(TaskRunner):

@@ -91,3 +91,11 @@ def test_room() -> None:
     assert pace.room(version=0, next_update=4, outstanding=4) == 0  # the next version is not published yet
     assert pace.room(version=1, next_update=4, outstanding=4) == 40
     assert Pace(10, 4, 0.1, bound=0).room(0, 0, 0) == 40
+
+
+def test_late_groups_by_hand() -> None:
+    pace = Pace(groups=2, updates=1, ahead=1.0, bound=1)
+    # Before update 5 version 4 may still be trained now, and version 5 also in update 6.
+    assert pace.late([5, 4, 4, 3, 5, 5], first_update=5) == [3, 5]
+    assert pace.late([5, 4, 4, 5], first_update=5) == []
+    assert Pace(2, 1, 1.0).late([0, 0, 0], first_update=9) == []

@@ -419,3 +419,22 @@ def test_a_file_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(WrongInput, match=r"groups\.pkl is missing"):
         load_groups(path, [], trainer._group)
+
+
+def test_groups_that_a_lower_limit_makes_too_old_are_dropped_with_a_reason(tmp_path: Path) -> None:
+    wide = {"staleness_threshold": 3.0, "max_off_policy_threshold": 3}
+    first = make_trainer(tmp_path, seed=4, **wide)
+    before = collect(first, 3)
+    first.async_rollout_manager.finish_some()
+    while len([group for group in first.scheduler.outstanding if group.output is not None]) < 5:
+        first.async_rollout_manager.finish_some()
+    first._save_checkpoint()
+    end(first)
+    second = resumed(tmp_path, 3, first.checkpoints.saved[3][0])
+    after = collect(second, STEPS)
+    assert max(metrics["fully_async/versions_behind/max"] for _, _, metrics in after.values()) <= 1
+    events = list(LedgerReader(tmp_path / "ledger.sqlite").events("dropped"))
+    assert events and all("max_off_policy_threshold is lower" in event.facts["reason"] for event in events)
+    trained = numbers(before) + numbers(after)
+    assert len(trained) == len(set(trained)) == STEPS * GROUPS
+    assert {event.facts["number"] for event in events}.isdisjoint(trained)

@@ -211,6 +211,11 @@ READERS = [
     Reader("reward_model.local_sandbox", "timeout_s allow_unisolated", "workers/rewards/loading.py", "local", SANDBOX + "test_the_configuration_reaches_the_local_sandbox"),
     Reader("custom_reward_function", "path name reward_kwargs", "workers/rewards/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
     # algorithm
+    # async_training
+    Reader("async_training", "staleness_threshold trigger_parameter_sync_step max_off_policy_threshold", "trainer/asynchronous/trainer.py", "options", "tests/trainer/asynchronous/test_pacing.py::test_room"),
+    Reader("async_training", "partial_rollout replay", "trainer/asynchronous/trainer.py", "self.run_config.async_training", "tests/trainer/asynchronous/test_trainer.py::test_a_replay_follows_the_ledger_and_finds_other_weights"),
+    Reader("async_training", "mode", "trainer/config/async_training.py", "self", "tests/recipe/fully_async_policy/test_rules.py::test_settings_that_forbid_overlap_are_refused"),
+    Reader("async_training", "require_batches use_rollout_log_probs", "trainer/config/rules/asynchronous.py", "pace", "tests/recipe/fully_async_policy/test_rules.py::test_the_keys_that_follow"),
     Reader("algorithm", "gamma lam adv_estimator", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_gae_gets_values_and_discounts"),
     Reader("algorithm", "norm_adv_by_std_in_grpo", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_group_advantages_by_hand"),
     Reader("algorithm", "use_kl_in_reward kl_penalty", "trainer/ppo/ray_trainer.py", "algorithm", BATCHES + "test_kl_in_the_reward_by_hand"),

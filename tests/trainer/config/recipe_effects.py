@@ -65,7 +65,12 @@ DYNAMIC_SAMPLING = (
     Reader("reward_model.overlong_buffer", "len penalty_factor log", "workers/rewards/managers.py", "self.overlong_buffer_cfg", REWARDS + "test_dapo_punishes_long_responses"),
 )
 DEVICES_OF_SERVERS = (
-    Reader("rollout", "nnodes n_gpus_per_node", "recipe/one_step_off_policy/main_ppo.py", LOOP, "tests/recipe/one_step_off_policy/test_rules.py::test_the_established_keys_give_the_devices_of_the_servers"),
+    Reader("rollout", "nnodes n_gpus_per_node", "trainer/config/rules/asynchronous.py", LOOP, "tests/recipe/one_step_off_policy/test_rules.py::test_the_established_keys_give_the_devices_of_the_servers"),
+)
+LENGTH_AND_SERVERS = (
+    *DEVICES_OF_SERVERS,
+    DYNAMIC_SAMPLING[0],
+    Reader("rollout", "n total_rollout_steps total_epochs test_freq", "trainer/config/rules/asynchronous.py", LOOP, "tests/recipe/fully_async_policy/test_rules.py::test_the_keys_that_follow"),
 )
 ESTIMATOR, KL_PENALTY = ("trainer/ppo/ray_trainer.py", "algorithm"), ("algos/kl.py", "kl_ctrl")
 POLICY_LOSS = (
@@ -84,6 +89,8 @@ RECIPES = {
         *DYNAMIC_SAMPLING,
         Reader("reward_model.reward_kwargs", "max_resp_len overlong_buffer_cfg", "workers/rewards/managers.py", "self", REWARDS + "test_dapo_punishes_long_responses"),
     )),
+    "fully_async_ppo_trainer": Recipe("recipe/fully_async_policy", "ppo_trainer", LENGTH_AND_SERVERS),
+    "fully_async_ppo_megatron_trainer": Recipe("recipe/fully_async_policy", "ppo_megatron_trainer", LENGTH_AND_SERVERS),
     "one_step_off_ppo_trainer": Recipe("recipe/one_step_off_policy", "ppo_trainer", DEVICES_OF_SERVERS),
     "one_step_off_ppo_megatron_trainer": Recipe("recipe/one_step_off_policy", "ppo_megatron_trainer", DEVICES_OF_SERVERS),
     "prime_trainer": Recipe("recipe/prime", "ppo_trainer", (

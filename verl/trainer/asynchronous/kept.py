@@ -31,6 +31,7 @@ class Progress:
         stale_groups: groups that an update has trained after their version was no longer the newest.
         stale_trajectories: responses of which that is true.
         failed: groups that were given up because their agent loops failed.
+        dropped: groups that were too old to be trained.
         trained_number: the engine's number of the weights at the checkpoint.
         ledger_seq: events of the ledger at the checkpoint.
     """
@@ -40,6 +41,7 @@ class Progress:
     stale_groups: int = 0
     stale_trajectories: int = 0
     failed: int = 0
+    dropped: int = 0
     trained_number: int = 0
     ledger_seq: int = 0
 

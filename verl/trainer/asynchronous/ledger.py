@@ -453,7 +453,7 @@ def _only_writer(path: Path) -> Iterator[None]:
             raise _second_writer(path, str(os.getpid()))
         _writers.add(writer)
     try:
-        with Path(f"{path.resolve()}.lock").open("a+") as file:
+        with Path(f"{path.resolve()}.lock").open("a+", encoding="utf-8") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError) as error:

@@ -24,7 +24,7 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
         "fully_async/count/stale_samples_processed": float(progress.stale_groups),
         "fully_async/count/stale_trajectory_processed": float(progress.stale_trajectories),
         "fully_async/count/current_param_version": float(newest),
-        "fully_async/count/dropped_stale_samples": 0.0,
+        "fully_async/count/dropped_stale_samples": float(progress.dropped),
         "fully_async/count/failed_samples": float(progress.failed),
         "fully_async/partial/total_partial_num": float((span > 0).sum()),
         "fully_async/partial/partial_ratio": float((span > 0).mean()) if span.size else 0.0,

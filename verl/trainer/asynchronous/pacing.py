@@ -77,12 +77,19 @@ class Pace:
             return sorted(finished)[: self.groups]
         by_age = sorted(finished, key=lambda group: (group.version, group.order))
         left = [group.version for group in by_age[self.groups :]]
-        return by_age[: self.groups] if self._can_be_trained([*left, *in_flight], update + 1) else None
+        return None if self.late([*left, *in_flight], update + 1) else by_age[: self.groups]
 
-    def _can_be_trained(self, versions: Sequence[int], first_update: int) -> bool:
-        """Whether updates from the first on, each of ``groups`` groups, train all in time: the oldest ones first."""
-        assert self.bound is not None
-        for place, version in enumerate(sorted(versions)):
-            if (version + self.bound + 1) * self.updates <= first_update + place // self.groups:
-                return False
-        return True
+    def late(self, versions: Sequence[int], first_update: int) -> list[int]:
+        """Return the places of those groups that updates from the first on cannot train in time, the oldest first.
+
+        Each update trains ``groups`` of them. Without a limit no group is late.
+        """
+        if self.bound is None:
+            return []
+        order = sorted(range(len(versions)), key=versions.__getitem__)
+        late: list[int] = []
+        for rank, place in enumerate(order):
+            update = first_update + (rank - len(late)) // self.groups
+            if (versions[place] + self.bound + 1) * self.updates <= update:
+                late.append(place)
+        return late

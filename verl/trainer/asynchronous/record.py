@@ -126,6 +126,10 @@ class RunRecord:
         """Record why a group is given up."""
         self._append("failed", {"number": group.number, "reason": reason})
 
+    def dropped(self, group: Group, reason: str) -> None:
+        """Record why a finished group is not trained."""
+        self._append("dropped", {"number": group.number, "reason": reason})
+
     def scored(self, groups: Sequence[Group], scores: Tensor) -> None:
         """Record the token-level scores (B, R) of groups, in their order."""
         first = 0

@@ -52,6 +52,9 @@ Send = Callable[[Group], "Future[DataProto]"]
 Receive = Callable[[Group], bool]
 """Takes the responses of a group; returns whether the group can be trained. Raises what has ended it."""
 
+Drop = Callable[[Group], None]
+"""Notes that a group is dropped, because it is too old."""
+
 
 @dataclass
 class Scheduler:
@@ -62,13 +65,14 @@ class Scheduler:
 
     Attributes:
         pace: how many groups may be outstanding, and which ones an update takes.
-        send, receive: see their types; the thread calls them.
+        send, receive, drop: see their types; the thread calls the first two.
         most_in_flight: groups that the servers get at once; others wait for one of these.
     """
 
     pace: Pace
     send: Send
     receive: Receive
+    drop: Drop
     most_in_flight: int
     version: int = 0
     next_update: int = 0
@@ -136,12 +140,20 @@ class Scheduler:
             with self._changed:
                 self._check()
                 chosen = self._choose()
+                if chosen is None and not (self._in_flight or self._backlog):
+                    self._drop_late()
                 if chosen is not None:
                     self.next_update += 1
                     return [self._finished.pop(number) for number in sorted(chosen)]
                 is_silent = not self._changed.wait(_LOOK_S)
             if is_silent:
                 look()
+
+    def _drop_late(self) -> None:
+        """Drop the groups that no update can train in time, which a resume with a lower limit may leave."""
+        finished = list(self._finished.values())
+        for place in self.pace.late([group.version for group in finished], self.next_update):
+            self.drop(self._finished.pop(finished[place].number))
 
     def pick(self, numbers: Sequence[int]) -> list[Group]:
         """Return these finished groups as those of the next update.

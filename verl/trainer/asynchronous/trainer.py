@@ -96,7 +96,7 @@ class AsyncTrainer(RayPPOTrainer):
         """The groups on their way."""
         servers = None if self.record.is_replay else self._loops.servers
         most = _REQUESTS_PER_SERVER * (0 if servers is None else len(servers.replicas))
-        return Scheduler(self.pace, self._send, self._receive, most)
+        return Scheduler(self.pace, self._send, self._receive, self._drop, most)
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -219,7 +219,9 @@ class AsyncTrainer(RayPPOTrainer):
         if self.record.is_replay:
             output = _without_reports(joined_answers(outputs))
         else:
-            output = self._loops.gather(outputs, timing["wait_groups"], self._published)
+            numbers = [each for output in outputs for each in output.meta_info["versions"] if each is not None]
+            planned = min(numbers, default=self._published)  # the pace keeps the limit
+            output = self._loops.gather(outputs, timing["wait_groups"], planned)
             if self.records is not None:
                 self.records.log_attempts(self._loops.take_attempts())
         self.rollouts.receive(requests, output, metrics, timing)
@@ -312,6 +314,11 @@ class AsyncTrainer(RayPPOTrainer):
         self.record.finished(group)
         self.progress.generated += len(output)
         return True
+
+    def _drop(self, group: Group) -> None:
+        """Record that a group is too old to be trained."""
+        self.record.dropped(group, "async_training.max_off_policy_threshold is lower than when it was sampled")
+        self.progress.dropped += 1
 
     def _span(self, oldest: int | None, newest: int | None, at_send: int) -> tuple[int, int]:
         """Return the versions of two numbers of the engine; without numbers, the version at which the group was sent.

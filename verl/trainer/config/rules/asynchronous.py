@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl.base_config import Violation
+from verl.base_config import ConfigError, Violation
 from verl.trainer.config.run_config import RunConfig
+from verl.workers.config import RolloutConfig
 
 _ROLE = "actor_rollout_ref"
 
@@ -36,6 +37,28 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
     if shared.rollout.over_sample_rate:
         expected = "is not supported: an update does not wait for the slowest responses anyway: write 0"
         yield Violation.unsupported(f"{_ROLE}.rollout.over_sample_rate", shared.rollout.over_sample_rate, expected)
+
+
+def refuse_two_numbers(config: DictConfig) -> None:
+    """Reject numbers of devices and samples in ``rollout`` that differ from those in ``actor_rollout_ref.rollout``.
+
+    Raises: ConfigError.
+    """
+    violations = []
+    for name, default in {
+        "nnodes": RolloutConfig.nnodes,
+        "n_gpus_per_node": RolloutConfig.n_gpus_per_node,
+        "n": 4,
+    }.items():
+        short, whole = (OmegaConf.select(config, f"{node}.{name}") for node in ("rollout", f"{_ROLE}.rollout"))
+        if short not in (None, default, whole):
+            violations.append(
+                Violation(
+                    f"rollout.{name}", short, f"is the same as {_ROLE}.rollout.{name}={whole}: write one of the two"
+                )
+            )
+    if violations:
+        raise ConfigError(violations)
 
 
 def complete(config: DictConfig) -> None:
