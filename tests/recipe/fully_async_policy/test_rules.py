@@ -73,6 +73,8 @@ def test_the_keys_that_follow() -> None:
         (f"{ROLLOUT}.calculate_log_probs", False, "must be true"),
         (f"{ROLLOUT}.over_sample_rate", 0.1, "write 0"),
         ("algorithm.adv_estimator", "remax", "greedy baselines"),
+        ("trainer.lazy_columns", True, "the ledger holds"),
+        (f"{ROLLOUT}.skip_rollout", True, "write false, and async_training.replay"),
         ("async_training.mode", "half", "must be one of|sync"),
         ("async_training.staleness_threshold", -0.5, "at least 0|0 or more"),
     ],

@@ -133,9 +133,11 @@ class Checkpoints:
     def check_extra_file(self, path: Path) -> None:
         pass
 
-    def save(self, extra_files: Any = ()) -> None:
-        state = DataPosition(self.trainer.train_dataloader.state_dict(), self.trainer.state.epoch)
-        self.saved[self.trainer.global_steps] = state, list(extra_files)
+    def position(self) -> DataPosition:
+        return DataPosition(self.trainer.train_dataloader.state_dict(), self.trainer.state.epoch)
+
+    def save(self, position: DataPosition, extra_files: Any = ()) -> None:
+        self.saved[self.trainer.global_steps] = position, list(extra_files)
 
 
 def make_trainer(folder: Path, seed: int = 0, fails: Any = (), resume_mode: str = "disable", **pace: Any) -> Any:
@@ -289,9 +291,12 @@ def test_a_resumed_run_trains_what_was_under_way(tmp_path: Path, stop: int) -> N
     assert max(metrics["fully_async/versions_behind/max"] for _, _, metrics in after.values()) <= 1
 
 
-def resumed(folder: Path, step: int, position: DataPosition | None, weights: str = "0") -> Any:
+def resumed(folder: Path, step: int, position: DataPosition | None, weights: str = "0", changed: Any = None) -> Any:
     """Return the trainer of another process that has loaded a checkpoint, or found none."""
     trainer = make_trainer(folder, seed=9, resume_mode="auto")
+    for key, value in (changed or {}).items():
+        OmegaConf.update(trainer.config, key, value)
+        trainer.run_config = RunConfig.parse(trainer.config)
     trainer.weights = weights
     if position is not None:
         trainer.engine_number = 77  # the engines count anew
@@ -438,3 +443,31 @@ def test_groups_that_a_lower_limit_makes_too_old_are_dropped_with_a_reason(tmp_p
     trained = numbers(before) + numbers(after)
     assert len(trained) == len(set(trained)) == STEPS * GROUPS
     assert {event.facts["number"] for event in events}.isdisjoint(trained)
+
+
+def test_a_run_that_ends_within_a_step_keeps_its_groups(tmp_path: Path) -> None:
+    """As where no response of a step could be scored: the checkpoint is that of the step before."""
+    first = make_trainer(tmp_path, seed=4)
+    before = collect(first, 3)
+    first.state.step -= 1
+    first._save_checkpoint()
+    end(first)
+    second = resumed(tmp_path, 2, first.checkpoints.saved[2][0])
+    after = collect(second, STEPS)
+    assert numbers({3: after[3]}) == numbers({3: before[3]})
+    assert sorted(numbers({1: before[1], 2: before[2]}) + numbers(after)) == list(range(STEPS * GROUPS))
+
+
+def test_other_sizes_than_those_of_the_record_are_refused(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path, seed=4)
+    collect(first, 4, saves=[2])
+    end(first)
+    position = first.checkpoints.saved[2][0]
+    for key, value, words in (
+        ("data.train_batch_size", 4, r"recorded with 2 groups, and has 4 now.*ppo_mini_batch_size"),
+        ("actor_rollout_ref.rollout.n", 3, r"has 2 kept responses, and the run asks for 3.*rollout\.n"),
+    ):
+        with pytest.raises(WrongInput, match=words):
+            second = resumed(tmp_path, 2, position, changed={key: value})
+            collect(second, STEPS)
+        end(second)

@@ -84,11 +84,24 @@ class History:
                 f"the ledger has responses to another prompt as number {group.number} of the data: the data, "
                 "trainer.seed or data.seed have changed since. Restore them, or give the run another folder"
             )
+        check_samples(group, output)
         scores = self.scored.get(group.number)
         if scores is not None:
             tensors_of(output)["rm_scores"] = torch.load(io.BytesIO(self.ledger.payload(scores)), weights_only=True)
         group.output = output
         return True
+
+
+def check_samples(group: Group, output: DataProto) -> None:
+    """Refuse kept responses of another number than the run asks for.
+
+    Raises: WrongInput.
+    """
+    if len(output) != len(group.requests):
+        raise WrongInput(
+            f"prompt {group.number} of the data has {len(output)} kept responses, and the run asks for "
+            f"{len(group.requests)}: restore actor_rollout_ref.rollout.n, or give the run another folder"
+        )
 
 
 def packed(output: DataProto) -> bytes:

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
 from verl.experimental.agent_loop.manager import joined_answers
 from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
+from verl.trainer.asynchronous.history import check_samples
 from verl.trainer.asynchronous.kept import FILE_NAME, Progress, load_groups, save_groups
 from verl.trainer.asynchronous.metrics import group_metrics
 from verl.trainer.asynchronous.pacing import Pace
@@ -199,6 +201,12 @@ class AsyncTrainer(RayPPOTrainer):
             if self.record.is_replay:
                 raise EndOfDataError(f"the ledger of the replay has no batch of update {update}")
             return []
+        if len(wanted) != self.pace.groups:
+            raise WrongInput(
+                f"update {update} was recorded with {len(wanted)} groups, and has {self.pace.groups} now: restore "
+                "actor_rollout_ref.actor.ppo_mini_batch_size and async_training.require_batches, or give the run "
+                "another folder"
+            )
         while self.progress.drawn <= max(wanted):
             self._unsent.extend(self._prepared(rows))
         known = [group for group in self._unsent if group.number in wanted and group.output is not None]
@@ -369,12 +377,13 @@ class AsyncTrainer(RayPPOTrainer):
         progress.trained_number = self.actor_rollout_wg.trained_version()[0] + self._moved
         progress.ledger_seq = self.record.last_seq  # what finishes meanwhile is repeated after a resume
         folder = self.checkpoints.begin()
-        save_groups(folder, [*self.scheduler.outstanding, *self._unsent], progress)
+        untrained = self._taken if self.scheduler.next_update > self.state.step else ()  # the run ends within a step
+        save_groups(folder, [*untrained, *self.scheduler.outstanding, *self._unsent], progress)
         files = [FILE_NAME]
         if not self.record.is_replay:
             self.record.export(folder, progress.ledger_seq)
             files.append(SEGMENT)
-        self.checkpoints.save(extra_files=files)
+        self.checkpoints.save(self.checkpoints.position(), files)  # all that was drawn since is in the file
         self.record.saved(self.state.step, progress.ledger_seq)
 
     def _load_checkpoint(self) -> int | None:
@@ -388,6 +397,9 @@ class AsyncTrainer(RayPPOTrainer):
             groups, self.progress = load_groups(path, trusted, self._group)
             self._moved = self.progress.trained_number - self.actor_rollout_wg.trained_version()[0]
             self.record.resume(self.state.step, self.progress.ledger_seq, trusted)
+            for group in groups:
+                if group.output is not None:
+                    check_samples(group, group.output)
             self._unsent.extend(group for group in groups if group.output is not None or self._is_wanted(group))
         self.record.tell_resumed(self.state.step)
         return step

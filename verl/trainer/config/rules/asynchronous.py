@@ -30,6 +30,14 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
     if not shared.rollout.calculate_log_probs:
         expected = "must be true: the loss compares with the weights that sampled"
         yield Violation(f"{_ROLE}.rollout.calculate_log_probs", False, expected)
+    if run.trainer.lazy_columns:
+        expected = "is not supported: the ledger holds the columns of tokens: write false"
+        yield Violation.unsupported("trainer.lazy_columns", True, expected)
+    if shared.rollout.skip_rollout:
+        expected = (
+            "is not supported: write false, and async_training.replay to train on the responses of an earlier run"
+        )
+        yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)
     if run.algorithm.adv_estimator == "remax":
         expected = "is not supported: its greedy baselines would be those of other weights than the samples: write "
         expected += "another estimator such as rloo, or take verl.trainer.main_ppo"
