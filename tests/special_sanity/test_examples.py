@@ -184,6 +184,19 @@ def test_script_is_a_run_that_would_start_and_passes_overrides_on(
     assert sum(overridden) == 1, f"{script.name} must pass its arguments to one command"
 
 
+@pytest.mark.parametrize(
+    "script",
+    [script for script in LAUNCHERS if "${WORKERS:-" in script.read_text() and "${CPU[@]}" in script.read_text()],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_script_for_cpus_runs_on_the_workers_that_it_is_given(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORKERS", "3")
+    words = [word for command in commands_of_script(script, tmp_path) for word in command]
+    assert [word for word in words if word.startswith("trainer.n_gpus_per_node=")][-1] == "trainer.n_gpus_per_node=3"
+
+
 def assert_starts(script: Path, config: DictConfig, module: str) -> None:
     """Assert that a run passes the checks before the start, or is refused for what ``WAITING`` says alone."""
     if config.async_training.mode != SYNC:
