@@ -76,7 +76,7 @@ def test_patches_for_a_cpu_are_not_for_older_versions(
         monkeypatch.setattr(patch, name, lambda *_, name=name: called.update({name: True}))
     patch.apply.__wrapped__(on_cpu=True)
     assert called["keep_plain_weights"] and called["draw_seeds_by_counter"] and called["quiet_reload"]
-    assert called["touch_cache_on_use"] is called["zero_dummy_weights"] is not older
+    assert called["touch_cache_on_use"] is called["permit_amx"] is not older
 
 
 def test_the_build_for_a_cpu_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,11 +90,6 @@ VLLM: dict[str, tuple[Callable[[], None], str, tuple[Any, ...]]] = {
         ONE,
     ),
     "_run_in_subprocess": (vllm_patch.inspect_models_in_process, "vllm.model_executor.models.registry", ONE),
-    "initialize_single_dummy_weight": (
-        vllm_patch.zero_dummy_weights,
-        "vllm.model_executor.model_loader.dummy_loader",
-        (ROWS,),
-    ),
     "_rebind_kernels": (vllm_patch.replace_kernels_in_vllm_only, "vllm.triton_utils.dispatcher", ([],)),
 }
 """By the name in vLLM: what replaces it, where, and how it is called."""

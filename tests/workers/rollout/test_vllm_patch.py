@@ -104,11 +104,10 @@ import torch._inductor.lowering
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_vllm_starts_without_another_process_random_weights_and_long_collections(tmp_path):
+def test_vllm_starts_without_another_process_and_long_collections(tmp_path):
     """In a process of its own, with an empty cache of what vLLM knows of models; its loggers are configured before."""
     code = """
 import gc, logging, subprocess, sys
-import torch
 early = logging.getLogger("vllm.early")
 early.setLevel(logging.INFO)
 assert early.isEnabledFor(logging.INFO)  # and keeps the answer
@@ -127,14 +126,6 @@ from vllm.model_executor.models.registry import ModelRegistry
 known = ModelRegistry.models["Qwen2ForCausalLM"]
 found = known.inspect_model_cls()
 assert found.is_text_generation_model and known.load_model_cls().__module__ in sys.modules
-
-from vllm.config.load import LoadConfig
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
-model = torch.nn.Linear(3, 2)
-model.weight.data.fill_(7)
-model.bias.dummy_weight_value = 2
-DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
-assert model.weight.eq(0).all() and model.bias.eq(2).all()
 """
     env = os.environ | {"VLLM_CACHE_ROOT": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)

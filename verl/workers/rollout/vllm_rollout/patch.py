@@ -54,7 +54,6 @@ def apply(on_cpu: bool) -> None:
             share_partial_blocks()
             touch_cache_on_use()
             replace_kernels_in_vllm_only()
-            zero_dummy_weights()
             load_media_on_use()
 
 
@@ -498,28 +497,6 @@ def inspect_models_in_process() -> None:
 
     run = registry._run_in_subprocess
     registry._run_in_subprocess = lambda look, **more: run(look, **more) if more else look()
-
-
-def zero_dummy_weights() -> None:
-    """Let the weights of ``load_format=dummy`` be zero instead of random.
-
-    Versions: 0.32 on a CPU, where drawing them takes most of the engine's start for a large model. The rollout answers
-    no request before its first sync, which replaces them. Remove when vLLM has a load format without weights.
-    """
-    from vllm.model_executor.model_loader import dummy_loader
-
-    draw = getattr(dummy_loader, "initialize_single_dummy_weight", None)
-    if draw is None:
-        return
-
-    def fill(tensor: Tensor, *args: Any, **more: Any) -> None:
-        is_plain = tensor.is_floating_point() and not tensor.is_meta and not (args or more)
-        if is_plain and getattr(tensor, "dummy_weight_value", None) is None:
-            tensor.detach().zero_()
-        else:  # a special value that the layer asks for, or a tensor that is not materialized yet
-            draw(tensor, *args, **more)
-
-    dummy_loader.initialize_single_dummy_weight = fill
 
 
 def load_media_on_use() -> None:
