@@ -9,6 +9,7 @@ seconds and bytes of each phase:
     python benchmarks/driver_scaling.py model runs.jsonl
     python benchmarks/driver_scaling.py phases runs.jsonl
 
+``measure --large`` runs the largest sizes, to which the model is not fitted: print them with ``phases``.
 ``measure --work-s`` lets the workers take time for each call; ``model`` compares the wall time of such steps with the
 prediction of its queueing model.
 """
@@ -1024,6 +1025,11 @@ def model(arguments: argparse.Namespace) -> None:
         raise SystemExit("the runs by reference mix steady and other CPU seconds: pass runs of one kind")
     say: Callable[[str], Any] = lambda text: sys.stdout.write(text + "\n")  # noqa: E731
     models = {by_reference: fit(lines, by_reference) for by_reference in (False, True)}
+    if not all(models.values()):
+        raise SystemExit(
+            "the model is fitted to columns through the driver and by reference, of the sizes that `measure` runs "
+            "without --large and --cases: add such runs, or print these with `phases`"
+        )
     for by_reference, phases in models.items():
         say(f"\n{'by reference' if by_reference else 'through the driver'}, CPU microseconds:")
         say(f"| phase | {' | '.join(NAMES[by_reference])} |")
@@ -1076,14 +1082,16 @@ def main() -> None:
         "--cases", nargs="+", type=size_of, metavar="ROWSxTOKENSxWORKERS", help="only these sizes, such as 4096x8192x64"
     )
     measuring.add_argument("--columns", nargs="+", choices=("driver", "reference"), default=("driver", "reference"))
-    measuring.add_argument("--large", action="store_true", help="only the largest sizes")
+    measuring.add_argument(
+        "--large", action="store_true", help="only the largest sizes, to which the model is not fitted"
+    )
     measuring.add_argument("--keep-memory", action="store_true", help="let the driver keep freed memory")
     measuring.add_argument(
         "--work-s", type=float, default=0.0, help="simulated seconds of work of each worker in a step"
     )
     measuring.add_argument("--without-ray", action="store_true", help="run without Ray and its costs")
     measuring.set_defaults(run=measure)
-    modelling = commands.add_parser("model")
+    modelling = commands.add_parser("model", help="needs runs of measure without --large")
     modelling.add_argument("runs", nargs="+")
     modelling.add_argument("--work-s", type=float, default=300.0, help="seconds of work of each worker in a step")
     modelling.set_defaults(run=model)

@@ -220,6 +220,9 @@ def test_a_size_has_the_median_of_its_steady_seconds(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["driver_scaling.py", "model", str(runs)])
     with pytest.raises(SystemExit, match="mix steady and other CPU seconds"):
         scaling.main()
+    runs.write_text(json.dumps(line(6.0, 2.0) | {"kind": "large"}))
+    with pytest.raises(SystemExit, match="without --large"):
+        scaling.main()
     # steps with work are compared with the wall
     (one,) = scaling.summaries([line(6.0, 2.0, work_s=1.0), line(3.0, 1.0, work_s=1.0)])
     assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and one["slowness"] == 3.0
