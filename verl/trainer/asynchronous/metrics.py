@@ -1,12 +1,13 @@
 """Metrics of asynchronous training, by their established names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from verl.trainer.asynchronous.kept import Progress
 from verl.trainer.asynchronous.scheduler import Group
 from verl.trainer.ppo.state import Metrics
+from verl.utils.observe.timeline import Span
 
 
 def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Metrics:
@@ -32,3 +33,13 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
         "fully_async/versions_behind/max": float(newest - oldest.min(initial=newest)),
         "fully_async/versions_behind/mean": float((newest - oldest).mean()) if oldest.size else 0.0,
     }
+
+
+def overlap(spans: Iterable[Span], begin: float, end: float) -> float:
+    """Return the share of a time, in monotonic seconds, in which at least one span goes on."""
+    covered = 0.0
+    until = begin
+    for span in sorted(spans, key=lambda span: span.start):
+        covered += max(0.0, min(span.end, end) - max(span.start, until))
+        until = max(until, span.end)
+    return covered / (end - begin)

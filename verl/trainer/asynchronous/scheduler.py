@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,6 +13,8 @@ import torch
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.pacing import Pace, Waiting
+from verl.utils.json_types import Json
+from verl.utils.observe.timeline import Span
 
 _LOOK_S = 2.0
 """Seconds between two looks at the servers while an update waits for groups."""
@@ -32,6 +35,7 @@ class Group:
             that sampled one of its tokens.
         spans: the oldest and the newest version that sampled a token of each response.
         pending: the call of an agent loop worker that generates them.
+        sent_at: when it was sent, in monotonic seconds.
         output: the responses, once they are there.
     """
 
@@ -44,6 +48,7 @@ class Group:
     version: int = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     pending: PendingGeneration | None = None
+    sent_at: float = 0.0
     output: DataProto | None = None
 
 
@@ -81,6 +86,7 @@ class Scheduler:
     _finished: dict[int, Group] = field(default_factory=dict)
     _events: "queue.SimpleQueue[tuple[Group, Future[DataProto]] | None]" = field(default_factory=queue.SimpleQueue)
     _changed: threading.Condition = field(default_factory=threading.Condition)
+    _ended: list[Span] = field(default_factory=list)
     _is_held: bool = False
     _failed: Group | None = None
     _error: Exception | None = None
@@ -200,6 +206,13 @@ class Scheduler:
         chosen = self.pace.choose(self.next_update, waiting, unfinished)
         return None if chosen is None else [finished[each.order].number for each in chosen]
 
+    def take_spans(self) -> list[Span]:
+        """Return when each group was under way: those that have finished since the last call, and those in flight."""
+        with self._changed:
+            spans = [*self._ended, *(_span_of(group) for group in self._in_flight.values())]
+            self._ended = []
+        return spans
+
     # ---- the thread
 
     def _run(self) -> None:
@@ -220,6 +233,7 @@ class Scheduler:
                 self._failed = group
             else:
                 del self._in_flight[group.number]
+                self._ended.append(_span_of(group))
                 if is_trained:
                     self._finished[group.number] = group
                 self._send_what_fits()
@@ -230,6 +244,13 @@ class Scheduler:
         while self._backlog and len(self._in_flight) < self.most_in_flight and not self._is_held:
             group = self._backlog.popleft()
             group.version = self.version
+            group.sent_at = time.monotonic()
             self._in_flight[group.number] = group
             answer = self.send(group)
             answer.add_done_callback(lambda ended, group=group: self._events.put((group, ended)))  # type: ignore[misc]
+
+
+def _span_of(group: Group) -> Span:
+    """Return the span of a group from its sending until now."""
+    facts: dict[str, Json] = {"number": group.number, "version": group.version, "responses": len(group.requests)}
+    return Span("group", group.sent_at, time.monotonic(), "group", str(group.number), None, facts)

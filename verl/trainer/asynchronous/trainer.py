@@ -18,7 +18,7 @@ from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.asynchronous.history import check_samples
 from verl.trainer.asynchronous.kept import FILE_NAME, Progress, load_groups, save_groups
-from verl.trainer.asynchronous.metrics import group_metrics
+from verl.trainer.asynchronous.metrics import group_metrics, overlap
 from verl.trainer.asynchronous.pacing import Pace
 from verl.trainer.asynchronous.record import SEGMENT, RunRecord
 from verl.trainer.asynchronous.scheduler import Group, Scheduler
@@ -27,6 +27,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollouts import Sampled
 from verl.trainer.ppo.state import Metrics, Timing
 from verl.utils.numerics.seeding import seed_process
+from verl.utils.observe.timeline import Clock, Part
 from verl.utils.profiler import marked_timer
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN
@@ -355,7 +356,12 @@ class AsyncTrainer(RayPPOTrainer):
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the models, and record the weights."""
+        begin = time.monotonic()
         batch = super().update(batch, metrics, timing)
+        spans = self.scheduler.take_spans()
+        metrics["fully_async/update_overlap"] = overlap(spans, begin, time.monotonic())
+        if self.records is not None and self.records.has_timeline(self.state.step):
+            self.records.keep_spans([Part("groups", Clock.now(), spans)])
         with marked_timer("record_weights", timing):
             digests = self.actor_rollout_wg.weights_digest()
         number = self.actor_rollout_wg.trained_version()[0] + self._moved
