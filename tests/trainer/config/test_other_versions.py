@@ -75,10 +75,10 @@ def test_every_key_has_a_row_with_its_decision() -> None:
 
 
 def test_every_row_is_about_a_known_key() -> None:
-    values = {key: names for each in VALUES.values() for key, names in each.items()}
+    values = {(key, name) for each in VALUES.values() for key, names in each.items() for name in names}
     keys = [key for each in KEYS.values() for key in each]
     for row in ROWS:
-        of_value = row.only and (row.only[0] in values.get(row.key, ()) or row.key.endswith(".lora.merge"))
+        of_value = row.only and ((row.key, row.only[0]) in values or row.key.endswith(".lora.merge"))
         known = (
             of_value
             or any(row_of(key) is row for key in keys)
@@ -284,8 +284,16 @@ def test_a_translated_key_of_megatron_has_the_effect_of_ours() -> None:
         assert {key: OmegaConf.select(config, key) for key in expected} == expected, words
 
 
+SEPARATE_ASYNC = [
+    "trainer.v1.trainer_mode=separate_async",
+    "trainer.v1.separate_async={parameter_sync_step:2,num_warmup_batches:2}",
+    "trainer.v1.sampler={max_off_policy_threshold:3,max_off_policy_strategy:wait}",
+]
+
+
 def test_every_translation_is_tried() -> None:
     tried = [leaves_of(words) for words, _ in [*EFFECTS, *MEGATRON_EFFECTS, *BUILT_EFFECTS]]
+    tried += map(leaves_of, SEPARATE_ASYNC)
     untried = [
         row.key
         for row in ROWS
@@ -514,6 +522,17 @@ def test_a_file_of_the_user_is_translated(tmp_path: Path, caplog: pytest.LogCapt
     assert config.actor_rollout_ref.rollout.update_weights_bucket_megabytes == 64
     assert config.actor_rollout_ref.model.lora_rank == 8
     assert len([text for text in caplog.messages if "another version" in text]) == 1
+
+
+def test_generation_on_devices_of_its_own_is_asynchronous_training() -> None:
+    config = composed(*SEPARATE_ASYNC)
+    assert config.async_training.mode == "fully_async" and config.async_training.require_batches == 2
+    assert config.async_training.trigger_parameter_sync_step == 1
+    assert config.async_training.staleness_threshold == 2
+    assert config.async_training.max_off_policy_threshold == 3
+    shared = config.actor_rollout_ref
+    assert not shared.hybrid_engine and shared.rollout.mode == "async" and shared.rollout.calculate_log_probs
+    assert composed("trainer.v1.separate_async.parameter_sync_step=2").async_training.mode == "sync"
 
 
 def test_the_command_line_wins_over_a_file_in_both_spellings(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation("data.train_batch_size", run.data.train_batch_size, expected)
     if shared.hybrid_engine:
         expected = "must be false: generation and training overlap, so that the servers need devices of their own: "
-        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node; verl.trainer.main_ppo takes true"
+        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node, or async_training.mode=sync"
         yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
     elif not shared.rollout.serves:
         expected = "must be async: standalone servers answer request by request"
@@ -40,7 +40,7 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)
     if run.algorithm.adv_estimator == "remax":
         expected = "is not supported: its greedy baselines would be those of other weights than the samples: write "
-        expected += "another estimator such as rloo, or take verl.trainer.main_ppo"
+        expected += "another estimator such as rloo, or async_training.mode=sync"
         yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
     if shared.rollout.over_sample_rate:
         expected = "is not supported: an update does not wait for the slowest responses anyway: write 0"
