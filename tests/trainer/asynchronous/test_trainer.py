@@ -18,13 +18,14 @@ from verl.protocol import DataProto
 from verl.trainer.asynchronous.kept import FILE_NAME, load_groups
 from verl.trainer.asynchronous.ledger import LedgerReader
 from verl.trainer.asynchronous.record import SEGMENT
-from verl.trainer.asynchronous.trainer import AsyncTrainer
+from verl.trainer.asynchronous.trainer import AsyncTrainer, moved
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import loaders
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.observe.digest import tensor_digest
+from verl.utils.py_functional import object_array
 
 ROWS, GROUPS, SAMPLES, STEPS = 7, 2, 2, 6
 TURNS = "__turns__"
@@ -471,3 +472,12 @@ def test_other_sizes_than_those_of_the_record_are_refused(tmp_path: Path) -> Non
             second = resumed(tmp_path, 2, position, changed={key: value})
             collect(second, STEPS)
         end(second)
+
+
+def test_versions_are_moved_also_beside_a_row_without_a_trajectory() -> None:
+    turns = [[{"role": "assistant", "versions": [(3, 5), (4, 2)]}], None]
+    output = DataProto.from_dict({"responses": torch.ones(2, 3)}, {TURNS: object_array(turns)}, {"versions": [3, None]})
+    found = moved(output, 10)
+    assert found.meta_info["versions"] == [13, None] and output.meta_info["versions"] == [3, None]
+    assert found.non_tensor_batch[TURNS][0][0]["versions"] == [(13, 5), (14, 2)]
+    assert found.non_tensor_batch[TURNS][1] is None

@@ -51,12 +51,9 @@ class AsyncTrainer(RayPPOTrainer):
     _taken: Sequence[Group] = ()
     _end_of_data: EndOfDataError | None = None
     _published = 0
-    """The engine's number of the weights that the servers have."""
+    """The engine's version of the weights that the servers have."""
     _moved = 0
-    """Engines count their weights from the start of their process; so much lower than in the first process of the run.
-
-    Records and kept responses have the numbers of the first process.
-    """
+    """What the engine's version in this process lacks to that in the first process of the run, which records have."""
 
     # ---- the parts of a run
 
@@ -113,7 +110,7 @@ class AsyncTrainer(RayPPOTrainer):
 
     @functools.cached_property
     def _version_of(self) -> dict[int, int]:
-        """The newest version that has the weights of a number of the engine, by that number."""
+        """The published version of the weights by the engine's version, which counts every update."""
         return {}
 
     @property
@@ -303,7 +300,7 @@ class AsyncTrainer(RayPPOTrainer):
     def _receive(self, group: Group) -> bool:
         """Take the responses of a group; return whether it can be trained, which a failed one cannot.
 
-        Raises: RuntimeError for weights that the trainer has not given to a server.
+        Raises: RuntimeError if a server has answered by weights that the trainer has not sent.
         """
         assert group.pending is not None
         output = self._loops.receive(group.pending)
@@ -419,7 +416,9 @@ def moved(output: DataProto, by: int) -> DataProto:
     if by and TURNS_COLUMN in result.non_tensor_batch:
         result.non_tensor_batch[TURNS_COLUMN] = object_array(
             [
-                [turn | {"versions": [(number + by, count) for number, count in turn["versions"]]} for turn in of_row]
+                # A row without a trajectory has no turns.
+                of_row
+                and [turn | {"versions": [(old + by, count) for old, count in turn["versions"]]} for turn in of_row]
                 for of_row in output.non_tensor_batch[TURNS_COLUMN]
             ]
         )
