@@ -74,6 +74,7 @@ def loops(version: int | None, fails: bool = False) -> Any:
                 "seconds": [{"generate_sequences": 1.0, "tool_calls": 0.0}] * len(part),
                 "attempts": [dict(line)],
                 "versions": [version] * len(part),
+                "sampled_by": [[]] * len(part),
                 "elapsed_s": 2.5,
             }
             return output

@@ -142,6 +142,8 @@ def test_one_turn_gives_what_a_batch_gives(engine: Any) -> None:
     assert set(found.non_tensor_batch) == carried | {"__num_turns__"}
     assert found.non_tensor_batch["__num_turns__"].tolist() == [2] * len(asked)
     assert found.meta_info["versions"] == [engine.weights_version] * len(asked)
+    counts = [[(engine.weights_version, int(mask.sum()))] for mask in found.batch["response_mask"]]
+    assert found.meta_info["sampled_by"] == counts
     assert all(seconds["generate_sequences"] > 0 for seconds in found.meta_info["seconds"])
     asked.meta_info["do_sample"] = False
     greedy = asyncio.run(build_worker(engine).generate_sequences(asked))

@@ -25,10 +25,8 @@ from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.state import RunState
 from verl.utils.dataset.factory import SeededRandomSampler
 from verl.utils.observe.digest import tensor_digest
-from verl.utils.py_functional import object_array
 
 ROWS, GROUPS, SAMPLES, STEPS = 7, 2, 2, 6
-TURNS = "__turns__"
 
 
 class Prompts(torch.utils.data.Dataset):
@@ -56,7 +54,14 @@ def answer(requests: DataProto, version: int) -> DataProto:
         "position_ids": torch.arange(3).expand(len(prompts), 3).clone(),
     }
     attempts = [{"uid": uid, "outcome": "ok", "reason": None} for uid in requests.non_tensor_batch["uid"]]
-    meta = {"versions": [version] * len(prompts), "attempts": attempts, "seconds": [], "elapsed_s": 0.0}
+    by = [[(version, 1)]] * len(prompts)
+    meta = {
+        "versions": [version] * len(prompts),
+        "sampled_by": by,
+        "attempts": attempts,
+        "seconds": [],
+        "elapsed_s": 0.0,
+    }
     return DataProto.from_dict(tensors, {"uid": requests.non_tensor_batch["uid"]}, meta)
 
 
@@ -475,9 +480,26 @@ def test_other_sizes_than_those_of_the_record_are_refused(tmp_path: Path) -> Non
 
 
 def test_versions_are_moved_also_beside_a_row_without_a_trajectory() -> None:
-    turns = [[{"role": "assistant", "versions": [(3, 5), (4, 2)]}], None]
-    output = DataProto.from_dict({"responses": torch.ones(2, 3)}, {TURNS: object_array(turns)}, {"versions": [3, None]})
+    meta = {"versions": [3, None], "sampled_by": [[(3, 5), (4, 2)], []]}
+    output = DataProto.from_dict({"responses": torch.ones(2, 3)}, meta_info=meta)
     found = moved(output, 10)
-    assert found.meta_info["versions"] == [13, None] and output.meta_info["versions"] == [3, None]
-    assert found.non_tensor_batch[TURNS][0][0]["versions"] == [(13, 5), (14, 2)]
-    assert found.non_tensor_batch[TURNS][1] is None
+    assert found.meta_info == {"versions": [13, None], "sampled_by": [[(13, 5), (14, 2)], []]}
+    assert output.meta_info == meta
+
+
+def test_responses_that_go_on_under_new_weights_are_counted(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    loops = trainer.async_rollout_manager
+    receive = loops.receive
+
+    def partial(pending: PendingGeneration) -> DataProto:
+        output = receive(pending)
+        output.meta_info["sampled_by"] = [[(loops.ended[id(pending)], 1), (loops.number, 1)]] * len(output)
+        return output
+
+    loops.receive = partial
+    found = collect(trainer, STEPS)
+    spans = {metrics["fully_async/partial/max_partial_span"] for _, _, metrics in found.values()}
+    assert max(spans) == 1
+    shares = [metrics["fully_async/partial/partial_ratio"] for _, _, metrics in found.values()]
+    assert 0 < max(shares) <= 1

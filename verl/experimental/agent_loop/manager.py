@@ -277,6 +277,7 @@ class AgentLoopManager(Manager):
 
     def _reported(self, output: DataProto, seconds: float, planned_version: int | None) -> DataProto:
         """Return what the workers report of a generation, and write to its rows how old their weights are."""
+        output.meta_info.pop("sampled_by")
         versions: list[int | None] = output.meta_info.pop("versions")
         oldest = min((version for version in versions if version is not None), default=None)
         if planned_version is not None:
@@ -382,7 +383,7 @@ class AgentLoopManager(Manager):
 
 def joined_answers(outputs: Sequence[DataProto]) -> DataProto:
     """Join the rows of several calls, and what they report of them, as ``AgentLoopWorker.generate_sequences`` does."""
-    lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": []}
+    lists: dict[str, list[Any]] = {"seconds": [], "attempts": [], "versions": [], "sampled_by": []}
     elapsed_s = max((output.meta_info.pop("elapsed_s") for output in outputs), default=0.0)
     for output in outputs:
         for key, values in lists.items():

@@ -119,6 +119,7 @@ class AgentLoopWorkerBase:
             ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is.
         Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account,
             ``versions`` the oldest version of the weights that sampled a token of each row, None where nobody knows,
+            ``sampled_by`` the versions of each row by token, as ``TokenOutput.versions``, if its loop keeps turns,
             ``elapsed_s`` the seconds of the whole call, and ``reward_extra_keys`` the columns that the scorer has
             added, if meta ``SCORED_HERE`` asks to score.
         Raises: TrajectoryError naming row, loop and attempt, as ``rollout.agent.on_failure`` says.
@@ -160,6 +161,8 @@ class AgentLoopWorkerBase:
         result.meta_info["attempts"] = [attempt.line() for attempt in run.attempts]
         versions = {(each.uid, each.sample): each.oldest_version for each in run.attempts if each.outcome == OK}
         result.meta_info["versions"] = [versions.get((place.uid, place.sample)) for place in places]
+        turns = [[] if output is None else output.turns for output in outputs]
+        result.meta_info["sampled_by"] = [[pair for turn in of_row for pair in turn.versions] for of_row in turns]
         result.meta_info |= log_prob_temperature(batch, self.rollout_config)
         result.meta_info[timeline.RECORDED] = part
         result.meta_info["elapsed_s"] = time.perf_counter() - started

@@ -13,7 +13,6 @@ from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
 from verl.experimental.agent_loop.manager import joined_answers
-from verl.experimental.agent_loop.trajectory import TURNS_COLUMN
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.asynchronous.history import check_samples
@@ -29,7 +28,6 @@ from verl.trainer.ppo.state import Metrics, Timing
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.timeline import Clock, Part
 from verl.utils.profiler import marked_timer
-from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _REQUESTS_PER_SERVER = 16
@@ -409,35 +407,29 @@ class AsyncTrainer(RayPPOTrainer):
 
 
 def moved(output: DataProto, by: int) -> DataProto:
-    """Return responses whose numbers of the weights are moved."""
+    """Return responses whose versions of the engine are moved."""
     result = output.select()
-    result.meta_info = dict(output.meta_info)
-    result.meta_info["versions"] = [None if each is None else each + by for each in output.meta_info["versions"]]
-    if by and TURNS_COLUMN in result.non_tensor_batch:
-        result.non_tensor_batch[TURNS_COLUMN] = object_array(
-            [
-                # A row without a trajectory has no turns.
-                of_row
-                and [turn | {"versions": [(old + by, count) for old, count in turn["versions"]]} for turn in of_row]
-                for of_row in output.non_tensor_batch[TURNS_COLUMN]
-            ]
-        )
+    meta = output.meta_info
+    result.meta_info = meta | {
+        "versions": [None if version is None else version + by for version in meta["versions"]],
+        "sampled_by": [[(version + by, count) for version, count in of_row] for of_row in meta["sampled_by"]],
+    }
     return result
 
 
 def _without_reports(output: DataProto) -> DataProto:
     """Return joined responses without what their loops have reported of them."""
-    for name in ("attempts", "versions", "seconds", "elapsed_s"):
+    for name in ("attempts", "versions", "sampled_by", "seconds", "elapsed_s"):
         output.meta_info.pop(name)
     return output
 
 
 def _engine_versions(output: DataProto) -> list[tuple[int | None, int | None]]:
-    """Return the oldest and the newest number of the weights that sampled a token of each row, by the engine."""
-    oldest: list[int | None] = output.meta_info["versions"]
-    turns = output.non_tensor_batch.get(TURNS_COLUMN, [None] * len(output))
+    """Return the oldest and the newest of the engine's versions that sampled a token of each row."""
+    meta = output.meta_info
+    oldest: list[int | None] = meta["versions"]
     newest = [
-        max((number for turn in of_row or () for number, count in turn["versions"] if count), default=first)
-        for of_row, first in zip(turns, oldest, strict=True)
+        max((version for version, count in of_row if count), default=first)
+        for of_row, first in zip(meta["sampled_by"], oldest, strict=True)
     ]
     return list(zip(oldest, newest, strict=True))
