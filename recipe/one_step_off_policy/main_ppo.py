@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl.base_config import Violation
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.rules.asynchronous import refuse_two_numbers
+from verl.trainer.config.rules.asynchronous import overlap_rules, refuse_two_numbers
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.utils.import_utils import dotted_name
 
@@ -23,20 +23,8 @@ _ROLE = "actor_rollout_ref"
 
 def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
     """Yield settings under which the next batch cannot be generated while the present one trains."""
-    shared = run.actor_rollout_ref
-    if shared.hybrid_engine:
-        expected = "must be false: generation and training overlap, so the servers need separate devices: "
-        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node; verl.trainer.main_ppo takes true"
-        yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
-    elif not shared.rollout.serves:
-        expected = "must be async: standalone servers answer request by request. Rows without agent_name get one "
-        expected += "response each, as in a batch"
-        yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
-    if run.algorithm.adv_estimator == "remax":
-        expected = "is not supported: its greedy baselines would come from other weights than the samples: write "
-        expected += "another estimator such as rloo, or take verl.trainer.main_ppo"
-        yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
-    if shared.rollout.skip_rollout:
+    yield from overlap_rules(run)
+    if run.actor_rollout_ref.rollout.skip_rollout:
         expected = "is not supported: nothing is generated, so nothing overlaps: write false, or take "
         expected += "verl.trainer.main_ppo"
         yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)

@@ -9,8 +9,9 @@ from verl.protocol import DataProto
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
-from verl.trainer.ppo.ray_trainer import Metrics, RayPPOTrainer, Timing
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollouts import Sampled
+from verl.trainer.ppo.state import Metrics, Timing
 from verl.utils.dataset.factory import has_state
 from verl.utils.numerics.seeding import ProcessRandomState
 from verl.utils.observe.timeline import RECORDED

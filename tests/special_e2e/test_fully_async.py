@@ -1,10 +1,16 @@
 """The recipe fully_async_policy in runs by its own entry: its bound, kill and resume, and the replay of its ledger."""
 
+import random
+import time
+
+import psutil
 import pytest
 
+from verl.errors import LedgerFileError
 from verl.trainer.asynchronous.audit import Audit
 from verl.trainer.asynchronous.ledger import LedgerReader
 
+from .conftest import is_of_session, leftovers
 from .features import GAP
 
 MODULE = "recipe.fully_async_policy.fully_async_main"
@@ -115,3 +121,75 @@ def test_the_main_trainer_has_the_mode_too(workspace):
     keys |= {key: value for key, value in RECIPE.items() if not key.startswith("rollout.")}
     run = workspace.train("async_main", keys)
     audited(run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_that_dies_is_replaced(workspace, tmp_path, servers):
+    fault = {"VERL_FAULT": "kill:generate:rank=0:step=3", "VERL_FAULT_FILE": str(tmp_path / "fault")}
+    run = train(workspace, f"async_server_{servers}", {"rollout.n_gpus_per_node": servers}, env=fault)
+    assert (tmp_path / "fault").exists()
+    audited(run)
+
+
+KILLS = 10
+LONG = {"rollout.total_rollout_steps": 8 * 40, "trainer.save_freq": 3, "trainer.test_freq": -1, "trainer.logger": "[]"}
+TARGETS = {
+    "driver": "ray::FullyAsyncTaskRunner",
+    "trainer": "ActorRolloutRefWorker",
+    "rollouter": "ray::AgentLoopWorker",
+    "server": "ray::vLLMServer",
+}
+INJECTED = {3: "kill:save_checkpoint", 6: "kill:weight_sync", 9: "kill:ledger_append"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("role", TARGETS)
+def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(workspace, tmp_path, role):
+    """One command that goes on where it stopped; every third kill falls into a checkpoint, a sync or a ledger write."""
+    source = random.Random(role)
+    name = f"async_kills_{role}"
+    path = workspace.folder / name / "ledger.sqlite"
+    kills = 0
+    while True:
+        point = INJECTED.get(kills)
+        if point is not None and kills < KILLS:
+            step = f":step={last_seq(path) + 40}" if "ledger" in point else ""
+            fault = {"VERL_FAULT": point + step, "VERL_FAULT_FILE": str(tmp_path / f"fault_{kills}")}
+        else:
+            fault = {}
+        before = last_seq(path)
+        with workspace.start(name, RECIPE | LONG, fault, MODULE) as process:
+            if kills < KILLS and not fault:
+                wanted = before + source.randint(20, 120)
+                while process.poll() is None and last_seq(path) < wanted:
+                    time.sleep(0.2)
+                kill(process.pid, TARGETS[role])
+            output, _ = process.communicate(timeout=900)
+        assert not leftovers(process.pid)
+        kills += 1
+        if process.returncode == 0:
+            break
+        assert kills <= KILLS, output[-3000:]
+    reader = LedgerReader(path)
+    reader.verify()
+    audit = Audit.of(reader.events())
+    assert audit.is_exact and sorted(audit.updates) == list(range(40)) and max(audit.ages) <= 1, audit.lines()
+    assert kills > 3, "the run ended before it was killed often"
+
+
+def last_seq(path):
+    """Return the number of events of a ledger; 0 if there is none yet."""
+    try:
+        with LedgerReader(path) as reader:
+            return reader.last_seq
+    except LedgerFileError:
+        return 0
+
+
+def kill(session, words):
+    """Kill the first process of a session whose command has these words, if it lives."""
+    for process in psutil.process_iter(["cmdline"]):
+        if words in " ".join(process.info["cmdline"] or ()) and is_of_session(process, session):
+            process.kill()
+            return

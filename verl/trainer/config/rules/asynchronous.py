@@ -20,13 +20,7 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
     if run.data.train_batch_size != wanted:
         expected = f"must be 0, or {_ROLE}.actor.ppo_mini_batch_size x async_training.require_batches = {wanted}"
         yield Violation("data.train_batch_size", run.data.train_batch_size, expected)
-    if shared.hybrid_engine:
-        expected = "must be false: generation and training overlap, so that the servers need devices of their own: "
-        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node, or async_training.mode=sync"
-        yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
-    elif not shared.rollout.serves:
-        expected = "must be async: standalone servers answer request by request"
-        yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
+    yield from overlap_rules(run)
     if not shared.rollout.calculate_log_probs:
         expected = "must be true: the loss compares with the weights that sampled"
         yield Violation(f"{_ROLE}.rollout.calculate_log_probs", False, expected)
@@ -38,13 +32,26 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
             "is not supported: write false, and async_training.replay to train on the responses of an earlier run"
         )
         yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)
-    if run.algorithm.adv_estimator == "remax":
-        expected = "is not supported: its greedy baselines would be those of other weights than the samples: write "
-        expected += "another estimator such as rloo, or async_training.mode=sync"
-        yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
     if shared.rollout.over_sample_rate:
         expected = "is not supported: an update does not wait for the slowest responses anyway: write 0"
         yield Violation.unsupported(f"{_ROLE}.rollout.over_sample_rate", shared.rollout.over_sample_rate, expected)
+
+
+def overlap_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield settings under which no server can generate while the trainer trains; the main trainer takes them."""
+    shared = run.actor_rollout_ref
+    if shared.hybrid_engine:
+        expected = "must be false: generation and training overlap, so the servers need separate devices: "
+        expected += f"write false, and {_ROLE}.rollout.nnodes and n_gpus_per_node; the main trainer takes true"
+        yield Violation(f"{_ROLE}.hybrid_engine", True, expected)
+    elif not shared.rollout.serves:
+        expected = "must be async: standalone servers answer request by request. Rows without agent_name get one "
+        expected += "response each, as in a batch"
+        yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
+    if run.algorithm.adv_estimator == "remax":
+        expected = "is not supported: its greedy baselines would come from other weights than the samples: write "
+        expected += "another estimator such as rloo, or take the main trainer"
+        yield Violation.unsupported("algorithm.adv_estimator", "remax", expected)
 
 
 def refuse_two_numbers(config: DictConfig) -> None:
