@@ -10,7 +10,7 @@ from verl.errors import LedgerFileError
 from verl.trainer.asynchronous.audit import Audit
 from verl.trainer.asynchronous.ledger import LedgerReader
 
-from .conftest import is_of_session, leftovers
+from .conftest import Workspace, is_of_session, leftovers
 from .features import GAP
 
 MODULE = "recipe.fully_async_policy.fully_async_main"
@@ -136,7 +136,7 @@ KILLS = 10
 LONG = {"rollout.total_rollout_steps": 8 * 40, "trainer.save_freq": 3, "trainer.test_freq": -1, "trainer.logger": "[]"}
 TARGETS = {
     "driver": "ray::FullyAsyncTaskRunner",
-    "trainer": "ActorRolloutRefWorker",
+    "trainer": "ray::WorkerDict",
     "rollouter": "ray::AgentLoopWorker",
     "server": "ray::vLLMServer",
 }
@@ -145,8 +145,9 @@ INJECTED = {3: "kill:save_checkpoint", 6: "kill:weight_sync", 9: "kill:ledger_ap
 
 @pytest.mark.full
 @pytest.mark.parametrize("role", TARGETS)
-def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(workspace, tmp_path, role):
+def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(tmp_path, role):
     """One command that goes on where it stopped; every third kill falls into a checkpoint, a sync or a ledger write."""
+    workspace = Workspace(tmp_path)  # its own processes, none of which is a fork of the tests'
     source = random.Random(role)
     name = f"async_kills_{role}"
     path = workspace.folder / name / "ledger.sqlite"
@@ -164,7 +165,8 @@ def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(workspace
                 wanted = before + source.randint(20, 120)
                 while process.poll() is None and last_seq(path) < wanted:
                     time.sleep(0.2)
-                kill(process.pid, TARGETS[role])
+                if process.poll() is None:
+                    kill(process.pid, TARGETS[role])
             output, _ = process.communicate(timeout=900)
         assert not leftovers(process.pid)
         kills += 1
@@ -188,8 +190,9 @@ def last_seq(path):
 
 
 def kill(session, words):
-    """Kill the first process of a session whose command has these words, if it lives."""
+    """Kill the process of a session whose command has these words."""
     for process in psutil.process_iter(["cmdline"]):
         if words in " ".join(process.info["cmdline"] or ()) and is_of_session(process, session):
             process.kill()
             return
+    pytest.fail(f"no process is {words}")
