@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from verl.errors import ContractError, LedgerError, LedgerFileError
-from verl.trainer.asynchronous.ledger import FORMAT, KINDS, Ledger, LedgerReader, main
+from verl.trainer.asynchronous.audit import main
+from verl.trainer.asynchronous.ledger import FORMAT, KINDS, Ledger, LedgerReader
 from verl.utils.faults import InjectedFault
 
 APPENDING = """
@@ -46,11 +47,11 @@ def path(tmp_path: Path) -> Path:
     """A closed ledger of six events, of which all but the first and the last have a payload."""
     path = tmp_path / "ledger.db"
     with Ledger(path) as ledger:
-        ledger.append("drawn", {"uid": "ä", "row": 3})
+        ledger.append("drawn", {"number": 0, "uid": "ä"})
         for version in range(2):
             ledger.append("turn", {"version": version, "log_prob": -0.1, "none": None}, bytes(range(version, 200)))
         ledger.append("scored", {"score": float("inf")}, b"")
-        ledger.append("batch", {"rows": [1, 2]}, b"batch", durable=True)
+        ledger.append("batch", {"update": 0, "version": 0, "numbers": [0]}, b"batch", durable=True)
         ledger.append("update", {"step": 1})
     return path
 
@@ -74,7 +75,7 @@ def test_events_come_back_as_they_were_appended(path: Path) -> None:
         events = list(reader.events())
         assert [each.seq for each in events] == [1, 2, 3, 4, 5, 6]
         assert [each.kind for each in events] == ["drawn", "turn", "turn", "scored", "batch", "update"]
-        assert events[0].facts == {"uid": "ä", "row": 3}
+        assert events[0].facts == {"number": 0, "uid": "ä"}
         assert events[1].facts == {"version": 0, "log_prob": -0.1, "none": None}
         assert events[3].facts == {"score": float("inf")}
         assert all(each.payload is None for each in events)
@@ -471,6 +472,16 @@ def test_the_command_counts_events_by_kind(path: Path, capsys: pytest.CaptureFix
         ["update", "1"],
     ]
     assert [line.split()[0] for line in segment.splitlines()[5:]] == ["first", "last"]
+    assert "updates: 1, of 1 groups" in whole and "updates" not in segment  # a segment is no whole run
+
+
+def test_the_command_finds_a_prompt_that_was_trained_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ledger.db"
+    with Ledger(path) as ledger:
+        ledger.append("drawn", {"number": 0})
+        for update in range(2):
+            ledger.append("batch", {"update": update, "version": update, "numbers": [0]})
+    assert main([str(path)]) == 1 and "trained twice: [0]" in capsys.readouterr().out
 
 
 def test_help_explains_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,20 @@
-"""What a ledger proves of a run: which prompts the final weights were trained on, and how old the tokens were."""
+"""What a ledger proves of a run: which prompts the final weights were trained on, and how old the tokens were.
 
+``python -m verl.trainer.asynchronous.audit PATH`` checks a ledger or a segment, and prints it.
+"""
+
+import argparse
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TypedDict, cast
 
-from verl.trainer.asynchronous.ledger import Event
+from verl.errors import LedgerError, WrongInput
+from verl.trainer.asynchronous.ledger import KINDS, Event, LedgerReader
+from verl.utils.observe.console import get_console
 
 
 class _Facts(TypedDict):
@@ -84,3 +93,53 @@ class Audit:
             f"given up: {len(self.reasons)}; under way at the end: {len(self.left)}",
             f"trained twice: {self.twice or 'none'}; never drawn: {self.missing or 'none'}",
         ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check a ledger or a segment, print what it says, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m verl.trainer.asynchronous.audit",
+        description="Check that no event of a ledger or segment was changed, count its events, and audit the run.",
+        epilog="The exit code is 1 if an event was changed or is missing, or if a prompt was trained twice or never "
+        "drawn, and 2 if the file is no ledger.",
+    )
+    parser.add_argument("path", type=Path, help="ledger of a run, or segment in a checkpoint")
+    given = parser.parse_args(arguments)
+    try:
+        with LedgerReader(given.path) as reader:
+            reader.verify()
+            _print_summary(reader)
+            return 0 if reader.base_seq else _print_audit(reader)
+    except LedgerError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2 if isinstance(error, WrongInput) else 1
+
+
+def _print_summary(reader: LedgerReader) -> None:
+    console = get_console()
+    counts: Counter[str] = Counter()
+    first = last = None
+    for last in reader.events():
+        counts[last.kind] += 1
+        first = first or last
+    console.info("%s: %d events from number %d on, unchanged", reader.path, counts.total(), reader.base_seq + 1)
+    for kind in KINDS:
+        if kind in counts:
+            console.info("%10s %d", kind, counts[kind])
+    if first and last:
+        console.info("%10s %s\n%10s %s", "first", _shown(first.time_ns), "last", _shown(last.time_ns))
+
+
+def _print_audit(reader: LedgerReader) -> int:
+    audit = Audit.of(reader.events())
+    for line in audit.lines():
+        get_console().info("%s", line)
+    return 0 if audit.is_exact else 1
+
+
+def _shown(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(sep=" ", timespec="milliseconds")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,32 +4,27 @@ A ledger is an SQLite file with one writer. Its events form a chain: each holds 
 before it, its own number, kind, time and facts, and the digest of its payload. A segment holds a part of the events in
 a file of the same form, and begins with the digest of the event before it.
 
-``python -m verl.trainer.asynchronous.ledger PATH`` checks a ledger or a segment.
+``python -m verl.trainer.asynchronous.audit PATH`` checks a ledger or a segment.
 """
 
-import argparse
 import fcntl
 import hashlib
 import json
 import os
 import sqlite3
-import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self, TypeVar
 
-from verl.errors import ContractError, LedgerError, LedgerFileError, WrongInput
+from verl.errors import ContractError, LedgerError, LedgerFileError
 from verl.utils.checkpoint.files import sync_folder, temporary_folder
 from verl.utils.faults import fault_point
 from verl.utils.json_types import JsonObject
-from verl.utils.observe.console import get_console
 
 T = TypeVar("T")
 
@@ -474,45 +469,3 @@ def _second_writer(path: Path, pid: str) -> LedgerError:
 
 
 # ---- the command
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Check a ledger or a segment, print a summary, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m verl.trainer.asynchronous.ledger",
-        description="Check that no event of a ledger or segment was changed, and count its events by kind.",
-        epilog="The exit code is 1 if an event was changed or is missing, and 2 if the file is no ledger.",
-    )
-    parser.add_argument("path", type=Path, help="ledger of a run, or segment in a checkpoint")
-    given = parser.parse_args(arguments)
-    try:
-        with LedgerReader(given.path) as reader:
-            reader.verify()
-            _print_summary(reader)
-    except LedgerError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2 if isinstance(error, WrongInput) else 1
-    return 0
-
-
-def _print_summary(reader: LedgerReader) -> None:
-    console = get_console()
-    counts: Counter[str] = Counter()
-    first = last = None
-    for last in reader.events():
-        counts[last.kind] += 1
-        first = first or last
-    console.info("%s: %d events from number %d on, unchanged", reader.path, counts.total(), reader.base_seq + 1)
-    for kind in KINDS:
-        if kind in counts:
-            console.info("%10s %d", kind, counts[kind])
-    if first and last:
-        console.info("%10s %s\n%10s %s", "first", _shown(first.time_ns), "last", _shown(last.time_ns))
-
-
-def _shown(time_ns: int) -> str:
-    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(sep=" ", timespec="milliseconds")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
