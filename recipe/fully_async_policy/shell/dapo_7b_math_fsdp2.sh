@@ -9,6 +9,7 @@ NNODES="${NNODES:-1}"
 GENERATE="${GENERATE:-4}" # GPUs of each node
 TRAIN="${TRAIN:-4}"
 SEQUENCE_PARALLEL="${SEQUENCE_PARALLEL:-1}"
+RESPONSES="${RESPONSES:-16}" # to each prompt
 NAME="${NAME:-4_4}"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
@@ -43,7 +44,7 @@ python3 -m recipe.fully_async_policy.fully_async_main "${DAPO[@]}" "${OFFLOAD[@]
     +reward_model.reward_kwargs.max_resp_len=$max_response_length \
     rollout.nnodes="$NNODES" \
     rollout.n_gpus_per_node="$GENERATE" \
-    rollout.n=16 \
+    actor_rollout_ref.rollout.n="$RESPONSES" \
     rollout.total_rollout_steps="$((512 * 400))" \
     rollout.total_epochs=10 \
     rollout.test_freq=20 \

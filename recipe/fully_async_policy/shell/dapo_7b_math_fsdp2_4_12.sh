@@ -3,5 +3,5 @@
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
 set -euxo pipefail
 
-export NNODES="${NNODES:-2}" GENERATE=2 TRAIN=6 SEQUENCE_PARALLEL=1 NAME=4_12
+export RESPONSES=12 NNODES="${NNODES:-2}" GENERATE=2 TRAIN=6 SEQUENCE_PARALLEL=1 NAME=4_12
 bash "$(dirname "$0")/dapo_7b_math_fsdp2.sh" "$@"
