@@ -21,14 +21,17 @@ from typing import IO, Any
 
 import omegaconf.base
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from omegaconf import OmegaConf
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # The same examples in each run, however busy the machine is.
-settings.register_profile("verl", derandomize=True, deadline=None, database=None)
+# On a busy machine examples are drawn slowly, which says nothing of a test.
+settings.register_profile(
+    "verl", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("verl")
 
 _parse = OmegaConf.load
