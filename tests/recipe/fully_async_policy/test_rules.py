@@ -72,6 +72,7 @@ def test_the_keys_that_follow() -> None:
         (f"{ROLLOUT}.mode", "sync", "must be async"),
         (f"{ROLLOUT}.calculate_log_probs", False, "must be true"),
         (f"{ROLLOUT}.over_sample_rate", 0.1, "write 0"),
+        ("async_training.replay", "/no/ledger.sqlite", "is no file: name the ledger"),
         ("algorithm.adv_estimator", "remax", "greedy baselines"),
         ("trainer.lazy_columns", True, "the ledger holds"),
         (f"{ROLLOUT}.skip_rollout", True, "write false, and async_training.replay"),
@@ -88,6 +89,9 @@ def test_settings_that_forbid_overlap_are_refused(key: str, value: Any, words: s
 def test_the_main_configuration_takes_turns() -> None:
     run = examined_config(composed("ppo_trainer", "verl/trainer/config", **{f"{ROLLOUT}.n": 8})).checked()
     assert not run.async_training.is_async
+    idle = {f"{ROLLOUT}.n": 8, "async_training.replay": __file__}
+    with pytest.raises(ConfigError, match=r"async_training\.replay=.*needs async_training\.mode=fully_async"):
+        examined_config(composed("ppo_trainer", "verl/trainer/config", **idle)).checked()
 
 
 def test_two_numbers_of_devices_are_refused() -> None:

@@ -503,3 +503,29 @@ def test_responses_that_go_on_under_new_weights_are_counted(tmp_path: Path) -> N
     assert max(spans) == 1
     shares = [metrics["fully_async/partial/partial_ratio"] for _, _, metrics in found.values()]
     assert 0 < max(shares) <= 1
+
+
+def test_a_run_whose_loops_always_fail_ends(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    receive = trainer.async_rollout_manager.receive
+
+    def failing(pending: PendingGeneration) -> DataProto:
+        output = receive(pending)
+        for line in output.meta_info["attempts"]:
+            line |= {"outcome": "replaced", "reason": "the tool is away"}
+        return output
+
+    trainer.async_rollout_manager.receive = failing
+    with pytest.raises(RuntimeError, match="17 prompts failed one after the other, at last: the tool is away"):
+        collect(trainer, STEPS)
+    end(trainer)
+
+
+def test_an_update_does_not_wait_for_ever(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    OmegaConf.update(trainer.config, "trainer.worker_call_timeout_s", 0.05)
+    trainer.run_config = RunConfig.parse(trainer.config)
+    trainer.async_rollout_manager.finish_some = lambda: None  # no server answers
+    with pytest.raises(TimeoutError, match=r"worker_call_timeout_s=0\.05: the servers have the prompts \[0, 1"):
+        collect(trainer, STEPS)
+    end(trainer)

@@ -72,6 +72,7 @@ class Scheduler:
         pace: how many groups may be outstanding, and which ones an update takes.
         send, receive, drop: see their types; the thread calls the first two.
         most_in_flight: groups that the servers get at once; others wait for one of these.
+        limit_s: seconds that an update may wait without a group that ends.
     """
 
     pace: Pace
@@ -79,6 +80,7 @@ class Scheduler:
     receive: Receive
     drop: Drop
     most_in_flight: int
+    limit_s: float = float("inf")
     version: int = 0
     next_update: int = 0
     _backlog: "deque[Group]" = field(default_factory=deque)
@@ -88,8 +90,9 @@ class Scheduler:
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _ended: list[Span] = field(default_factory=list)
     _is_held: bool = False
+    _last_change: float = 0.0
     _failed: Group | None = None
-    _error: Exception | None = None
+    _error: BaseException | None = None
     _thread: threading.Thread | None = None
 
     def _start(self) -> None:
@@ -111,12 +114,6 @@ class Scheduler:
         with self._changed:
             groups = [*self._backlog, *self._in_flight.values(), *self._finished.values()]
         return sorted(groups, key=lambda group: group.number)
-
-    @property
-    def in_flight(self) -> int:
-        """The number of groups that the servers have."""
-        with self._changed:
-            return len(self._in_flight)
 
     def room(self) -> int:
         """Return how many groups may be drawn now."""
@@ -140,8 +137,9 @@ class Scheduler:
         """Wait for the groups of the next update, and return them in the order of the data.
 
         Args: ``look`` is called every few seconds of the wait.
-        Raises: what ended a group or the thread.
+        Raises: what ended a group or the thread; TimeoutError when no group has ended for ``limit_s``.
         """
+        self._last_change = time.monotonic()
         while True:
             with self._changed:
                 self._check()
@@ -151,9 +149,7 @@ class Scheduler:
                 if chosen is not None:
                     self.next_update += 1
                     return [self._finished.pop(number) for number in sorted(chosen)]
-                is_silent = not self._changed.wait(_LOOK_S)
-            if is_silent:
-                look()
+            self._wait(look)
 
     def _drop_late(self) -> None:
         """Drop the groups that no update can train in time, which a resume with a lower limit may leave."""
@@ -182,21 +178,40 @@ class Scheduler:
         """Send nothing until ``published``, and wait until the servers have finished what they have."""
         with self._changed:
             self._is_held = True
+            self._last_change = time.monotonic()
         while True:
             with self._changed:
                 self._check()
                 if not self._in_flight:
                     return
-                is_silent = not self._changed.wait(_LOOK_S)
-            if is_silent:
-                look()
+            self._wait(look)
+
+    def _wait(self, look: Callable[[], None]) -> None:
+        """Wait for a change, and look at the servers if none comes for a while.
+
+        Raises: TimeoutError when no group has ended for ``limit_s``.
+        """
+        with self._changed:
+            is_silent = not self._changed.wait(_LOOK_S)
+            waited_s = time.monotonic() - self._last_change
+            numbers = sorted(self._in_flight)
+        if not is_silent:
+            return
+        if waited_s > self.limit_s:
+            raise TimeoutError(
+                f"update {self.next_update} waits for responses, and none has come for {waited_s:.0f} s, more than "
+                f"trainer.worker_call_timeout_s={self.limit_s:g}: the servers have the prompts {numbers} of the data. "
+                "Raise the limit, or set rollout.agent.trajectory_timeout_s"
+            )
+        look()
 
     def _check(self) -> None:
         """Raise what has ended a group or the thread."""
         if self._error is not None:
             raise self._error
         if self._failed is not None:
-            self.receive(self._failed)
+            self.receive(self._failed)  # which raises it with the names of the actors
+            raise RuntimeError(f"the responses to prompt {self._failed.number} of the data were lost")
 
     def _choose(self) -> list[int] | None:
         finished = list(self._finished.values())
@@ -229,6 +244,7 @@ class Scheduler:
         """Take the answer to a group; return whether there was one."""
         is_trained = answer.exception() is None and self.receive(group)
         with self._changed:
+            self._last_change = time.monotonic()
             if answer.exception() is not None:
                 self._failed = group
             else:

@@ -32,6 +32,8 @@ from verl.workers.rollout.base import DROPPED_COLUMN
 
 _REQUESTS_PER_SERVER = 16
 """Groups that a server gets at once."""
+_MOST_FAILED = 8
+"""Groups that may fail one after the other, as a multiple of those of an update."""
 
 
 class AsyncTrainer(RayPPOTrainer):
@@ -48,6 +50,7 @@ class AsyncTrainer(RayPPOTrainer):
     _scores_while_generating = False  # the devices of a reward model may train or score the batch before
     _taken: Sequence[Group] = ()
     _end_of_data: EndOfDataError | None = None
+    _failed_in_a_row = 0
     _published = 0
     """The engine's version of the weights that the servers have."""
     _moved = 0
@@ -60,8 +63,10 @@ class AsyncTrainer(RayPPOTrainer):
         try:
             super().fit()
         finally:
-            self.scheduler.stop()
-            self.record.close()
+            if "scheduler" in self.__dict__:  # an error may have come before
+                self.scheduler.stop()
+            if "record" in self.__dict__:
+                self.record.close()
 
     def _start_agent_loops(self) -> None:
         """Start the servers and the actors that run agent loops, which a replay does not need."""
@@ -94,7 +99,9 @@ class AsyncTrainer(RayPPOTrainer):
         """The groups on their way."""
         servers = None if self.record.is_replay else self._loops.servers
         most = _REQUESTS_PER_SERVER * (0 if servers is None else len(servers.replicas))
-        return Scheduler(self.pace, self._send, self._receive, self._drop, most)
+        return Scheduler(
+            self.pace, self._send, self._receive, self._drop, most, self.run_config.trainer.worker_call_timeout_s
+        )
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -311,7 +318,14 @@ class AsyncTrainer(RayPPOTrainer):
             self._loops.give_up(output)
             self.record.failed(group, str(reason))
             self.progress.failed += 1
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row > _MOST_FAILED * self.pace.groups:
+                raise RuntimeError(
+                    f"the agent loops of {self._failed_in_a_row} prompts failed one after the other, at last: {reason}"
+                    ". Mend the loop, its tools or the reward; rollout.agent.on_failure=fail ends the run at the first"
+                )
             return False
+        self._failed_in_a_row = 0
         group.spans = [self._span(*span, group.version) for span in _engine_versions(output)]
         group.version = min(first for first, _ in group.spans)
         group.output = moved(output, self._moved)

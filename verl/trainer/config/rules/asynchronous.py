@@ -1,6 +1,7 @@
 """Settings that forbid generating while the trainer trains, and the keys that asynchronous training completes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -13,8 +14,14 @@ _ROLE = "actor_rollout_ref"
 
 def async_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield settings that forbid generating while the trainer trains."""
-    if not run.async_training.is_async:
+    options = run.async_training
+    if options.replay is not None and not options.is_async:
+        yield Violation("async_training.replay", options.replay, "needs async_training.mode=fully_async: write both")
+    if not options.is_async:
         return
+    if options.replay is not None and not Path(options.replay).is_file():
+        expected = "is no file: name the ledger.sqlite in the folder of the run that is to be replayed"
+        yield Violation("async_training.replay", options.replay, expected)
     shared = run.actor_rollout_ref
     wanted = shared.actor.ppo_mini_batch_size * run.async_training.require_batches
     if run.data.train_batch_size != wanted:
