@@ -13,8 +13,8 @@ def drawn(*numbers: int) -> list[tuple[str, JsonObject]]:
     return [("drawn", {"number": number}) for number in numbers]
 
 
-def finished(number: int, version: int) -> tuple[str, JsonObject]:
-    return "finished", {"number": number, "version": version}
+def finished(number: int, version: int, *lengths: int) -> tuple[str, JsonObject]:
+    return "finished", {"number": number, "version": version, "lengths": list(lengths)}
 
 
 def batch(update: int, version: int, *numbers: int) -> tuple[str, JsonObject]:
@@ -40,6 +40,25 @@ def test_the_last_attempt_counts_and_every_prompt_has_a_place() -> None:
     assert audit.reasons == {4: "its tool is away"} and audit.left == [5]
     assert dict(audit.ages) == {0: 3, 1: 1}
     assert "3 of 0, 1 of 1" in audit.lines()[1]
+
+
+def test_distributions_of_what_was_generated_and_of_what_was_trained() -> None:
+    audit = Audit.of(
+        events(
+            *drawn(0, 1, 2),
+            finished(0, 0, 10, 20),
+            finished(1, 0, 30, 40),
+            finished(2, 0, 400, 500),
+            ("dropped", {"number": 2, "reason": "it is too old"}),
+            batch(0, 0, 0, 1),
+            ("scored", {"number": 0, "scores": [0.0, 1.0]}),
+            ("scored", {"number": 1, "scores": [1.0, 1.0]}),
+        )
+    )
+    generated, trained, scores = audit.lines()[2:5]
+    assert "mean 166.7" in generated and "median 35" in generated
+    assert "mean 25, tenth 13, median 25, last tenth 37" in trained
+    assert "mean 0.75" in scores
 
 
 def test_faults_are_found() -> None:

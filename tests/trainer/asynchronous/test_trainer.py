@@ -342,6 +342,26 @@ def test_a_killed_run_repeats_its_recorded_updates(
     assert not [line for line in caplog.messages if "other bits" in line]
 
 
+def test_a_lost_ledger_begins_again_with_the_segment_of_the_checkpoint(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path, seed=4)
+    before = collect(first, 4, saves=[1, 3])
+    end(first)
+    (tmp_path / "ledger.sqlite").unlink()
+    second = resumed(tmp_path, 3, first.checkpoints.saved[3][0], "3")
+    after = collect(second, STEPS)
+    lineage = numbers({step: before[step] for step in (1, 2, 3)}) + numbers(after)
+    assert sorted(lineage) == list(range(STEPS * GROUPS))
+    reader = LedgerReader(tmp_path / "ledger.sqlite")
+    reader.verify()
+    segment = LedgerReader(tmp_path / "global_step_3" / SEGMENT)
+    assert 0 < reader.base_seq == segment.base_seq < segment.last_seq < reader.last_seq
+    assert [event.facts["update"] for event in reader.events("batch")] == [1, 2, 3, 4, 5]
+    end(second)
+    third = resumed(tmp_path, 3, first.checkpoints.saved[3][0], "3")  # killed: updates 3 to 5 are repeated
+    assert sorted(third.record.history.batches) == [3, 4, 5]
+    end(third)
+
+
 def test_a_replay_follows_the_ledger_and_finds_other_weights(tmp_path: Path) -> None:
     first = make_trainer(tmp_path / "run", seed=4)
     before = collect(first, STEPS)

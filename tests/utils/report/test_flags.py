@@ -24,6 +24,13 @@ def broken(records, kind):
             return records.changed("actor/entropy", lambda step: 0.9 * math.exp(-step / 8))
         case "stale weights":
             return records.changed("weight_sync/versions_behind", lambda step: 1.0 if step == 12 else None)
+        case "other lengths trained":
+            entries = records.healthy()
+            for step, entry in entries.items():
+                entry["data"] |= {"fully_async/length_generated": 100.0, "fully_async/length_trained": 100.0}
+                if step > 10:
+                    entry["data"]["fully_async/length_trained"] = 90.0
+            return entries
         case "rollout mismatch":
             key = "training/rollout_log_prob_diff_mean"
             return records.changed(key, lambda step: 0.05 if step == 17 else None)
@@ -46,6 +53,7 @@ def broken(records, kind):
         ("entropy collapse", (21, 22), r"0\.\d+ nats"),
         ("stale weights", (12, 12), "step 12 sampled with weights that were one update old"),
         ("rollout mismatch", (17, 17), "step 17 log-probabilities of rollout and trainer differ by up to 0.05"),
+        ("other lengths trained", (11, 11), "trained have 90 tokens on average, and those that were generated 100"),
         ("length explosion", (18, 22), "of the responses are cut off"),
         (
             "straggler",

@@ -6,11 +6,14 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
 from typing import TypedDict, cast
+
+import numpy as np
 
 from verl.errors import LedgerError, WrongInput
 from verl.trainer.asynchronous.ledger import KINDS, Event, LedgerReader
@@ -25,6 +28,8 @@ class _Facts(TypedDict):
     numbers: list[int]
     version: int
     reason: str
+    lengths: list[int]
+    scores: list[float]
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Audit:
         twice: groups that are in two updates.
         missing: groups of an update, or numbers below the largest one, that were never drawn.
         ages: groups by age, the versions between their oldest token and the newest version of their update.
+        lengths, scores: tokens and scores of the responses to each prompt, as far as they are known.
     """
 
     updates: dict[int, list[int]] = field(default_factory=dict)
@@ -46,6 +52,8 @@ class Audit:
     twice: list[int] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)
     ages: Counter[int] = field(default_factory=Counter)
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    scores: dict[int, list[float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Audit":
@@ -60,6 +68,9 @@ class Audit:
                 drawn.add(facts["number"])
             elif event.kind == "finished":
                 oldest[facts["number"]] = facts["version"]
+                audit.lengths[facts["number"]] = facts.get("lengths", [])
+            elif event.kind == "scored":
+                audit.scores[facts["number"]] = facts.get("scores", [])
             elif event.kind in ("failed", "filtered", "dropped"):
                 audit.reasons[facts["number"]] = facts["reason"]
             elif event.kind == "batch":
@@ -85,14 +96,29 @@ class Audit:
 
     def lines(self) -> list[str]:
         """Describe the run, a fact per line."""
+        trained = {number for numbers in self.updates.values() for number in numbers}
+        lengths = [length for of_group in self.lengths.values() for length in of_group]
+        of_trained = [length for number in trained for length in self.lengths.get(number, ())]
+        means = [mean(self.scores[number]) for number in trained if self.scores.get(number)]
         updates = f"updates: {len(self.updates)}, of {sum(map(len, self.updates.values()))} groups"
         ages = ", ".join(f"{count} of {age}" for age, count in sorted(self.ages.items())) or "none"
         return [
             updates,
             f"ages in versions: {ages}",
+            f"lengths generated: {_spread(lengths)}",
+            f"lengths trained: {_spread(of_trained)}",
+            f"mean score of a group trained: {_spread(means)}",
             f"given up: {len(self.reasons)}; under way at the end: {len(self.left)}",
             f"trained twice: {self.twice or 'none'}; never drawn: {self.missing or 'none'}",
         ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Describe a distribution."""
+    if not values:
+        return "none"
+    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9)).tolist()
+    return f"mean {mean(values):.4g}, tenth {low:.4g}, median {middle:.4g}, last tenth {high:.4g}"
 
 
 def main(arguments: list[str] | None = None) -> int:

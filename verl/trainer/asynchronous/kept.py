@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from verl.errors import CheckpointError, UntrustedClassError, WrongInput
-from verl.protocol import DataProto
+from verl.protocol import DataProto, tensors_of
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.checkpoint.files import write_file
 from verl.utils.py_functional import object_array
@@ -28,6 +28,9 @@ class Progress:
     Attributes:
         drawn: prompts that were drawn.
         generated: responses that were generated.
+        tokens_generated: their tokens.
+        score_generated: the sum of their scores; None once one had none when it was finished.
+        trained, tokens_trained, score_trained: the same of responses in an update.
         stale_groups: groups that an update has trained after their version was no longer the newest.
         stale_trajectories: responses of which that is true.
         failed: groups that were given up because their agent loops failed.
@@ -38,12 +41,41 @@ class Progress:
 
     drawn: int = 0
     generated: int = 0
+    tokens_generated: int = 0
+    score_generated: float | None = 0.0
+    trained: int = 0
+    tokens_trained: int = 0
+    score_trained: float | None = 0.0
     stale_groups: int = 0
     stale_trajectories: int = 0
     failed: int = 0
     dropped: int = 0
     trained_number: int = 0
     ledger_seq: int = 0
+
+    def add_generated(self, output: DataProto) -> None:
+        """Count the responses to a prompt."""
+        self.generated += len(output)
+        self.tokens_generated += sum(response_lengths(output))
+        self.score_generated = _added(self.score_generated, output)
+
+    def add_trained(self, output: DataProto) -> None:
+        """Count the responses to a prompt that an update takes."""
+        self.trained += len(output)
+        self.tokens_trained += sum(response_lengths(output))
+        self.score_trained = _added(self.score_trained, output)
+
+
+def _added(score: float | None, output: DataProto) -> float | None:
+    scores = tensors_of(output).get("rm_scores")
+    return None if score is None or scores is None else score + float(scores.sum())
+
+
+def response_lengths(output: DataProto) -> list[int]:
+    """Return the tokens of each response."""
+    tensors = tensors_of(output)
+    lengths: list[int] = tensors["attention_mask"][:, -tensors["responses"].shape[1] :].sum(-1).tolist()
+    return lengths
 
 
 def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> None:

@@ -20,7 +20,11 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
     stale = oldest < newest
     progress.stale_groups += sum(group.version < newest for group in taken)
     progress.stale_trajectories += int(stale.sum())
+    for group in taken:
+        if group.output is not None:
+            progress.add_trained(group.output)
     return {
+        **_distributions(progress),
         "fully_async/count/total_generated_samples": float(progress.generated),
         "fully_async/count/stale_samples_processed": float(progress.stale_groups),
         "fully_async/count/stale_trajectory_processed": float(progress.stale_trajectories),
@@ -33,6 +37,20 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
         "fully_async/versions_behind/max": float(newest - oldest.min(initial=newest)),
         "fully_async/versions_behind/mean": float((newest - oldest).mean()) if oldest.size else 0.0,
     }
+
+
+def _distributions(progress: Progress) -> Metrics:
+    """Return mean length and mean score of the responses that were generated, and of those that were trained."""
+    if not progress.generated:  # a replay generates nothing
+        return {}
+    means = {
+        "fully_async/length_generated": progress.tokens_generated / progress.generated,
+        "fully_async/length_trained": progress.tokens_trained / progress.trained,
+    }
+    if progress.score_generated is not None and progress.score_trained is not None:
+        means["fully_async/score_generated"] = progress.score_generated / progress.generated
+        means["fully_async/score_trained"] = progress.score_trained / progress.trained
+    return means
 
 
 def overlap(spans: Iterable[Span], begin: float, end: float) -> float:

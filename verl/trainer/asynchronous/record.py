@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.errors import WrongInput
 from verl.trainer.asynchronous.history import History, packed
+from verl.trainer.asynchronous.kept import response_lengths
 from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.json_types import JsonObject
@@ -66,10 +67,16 @@ class RunRecord:
         """The number of the last event; 0 in a replay."""
         return 0 if self._ledger is None else self._ledger.last_seq
 
-    def resume(self, step: int, seq: int, trusted_classes: Iterable[str]) -> None:
-        """Go on after the checkpoint of a step, at which the ledger had ``seq`` events."""
+    def resume(self, step: int, seq: int, segment: Path, trusted_classes: Iterable[str]) -> None:
+        """Go on after the checkpoint of a step, at which the ledger had ``seq`` events.
+
+        A ledger that is lost, with the disk of the driver for instance, begins again with the ``segment`` of the
+        checkpoint.
+        """
         if self._ledger is None:
             return
+        if self._ledger.last_seq == 0 and segment.is_file():
+            self._ledger = _begun_with(segment, self._ledger)
         self._exported = seq
         if self._ledger.last_seq < seq:
             logger.warning(
@@ -120,6 +127,7 @@ class RunRecord:
         servers = sorted({name for line in attempts for name in line.get("servers", ())})
         facts: JsonObject = {"number": group.number, "version": group.version, "servers": servers}
         facts["spans"] = [list(span) for span in group.spans]
+        facts["lengths"] = list(response_lengths(group.output))
         self._append("finished", facts, packed(group.output))
 
     def failed(self, group: Group, reason: str) -> None:
@@ -182,6 +190,20 @@ class RunRecord:
     def _append(self, kind: str, facts: JsonObject, payload: bytes | None = None, durable: bool = False) -> None:
         if self._ledger is not None:
             self._ledger.append(kind, facts, payload, durable)
+
+
+def _begun_with(segment: Path, empty: Ledger) -> Ledger:
+    """Return the ledger that goes on after the events of a segment, in place of an empty one.
+
+    Raises: LedgerError if an event of the segment was changed.
+    """
+    with LedgerReader(segment) as reader:
+        reader.verify()
+        empty.close()
+        empty.path.unlink()
+        reader.export(empty.path, reader.base_seq, reader.last_seq)
+    logger.warning("the ledger %s is not there: it goes on after the events of %s", empty.path, segment)
+    return Ledger(empty.path)
 
 
 def put_aside(path: Path) -> None:

@@ -266,7 +266,11 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _is_wanted(self, group: Group) -> bool:
         """Give a group what the ledger has of it; return whether it can be trained."""
-        return self.record.history.restore(group) or group.number not in self.record.history.failed
+        if self.record.history.restore(group):
+            assert group.output is not None
+            self.progress.add_generated(group.output)
+            return True
+        return group.number not in self.record.history.failed
 
     def _group(self, number: int, prepared: DataProto) -> Group:
         """Return the group of a prompt, which is still to be sent."""
@@ -330,7 +334,7 @@ class AsyncTrainer(RayPPOTrainer):
         group.version = min(first for first, _ in group.spans)
         group.output = moved(output, self._moved)
         self.record.finished(group)
-        self.progress.generated += len(output)
+        self.progress.add_generated(output)
         return True
 
     def _drop(self, group: Group) -> None:
@@ -411,7 +415,7 @@ class AsyncTrainer(RayPPOTrainer):
             trusted = list(self.run_config.trainer.trusted_classes)
             groups, self.progress = load_groups(path, trusted, self._group)
             self._moved = self.progress.trained_number - self.actor_rollout_wg.trained_version()[0]
-            self.record.resume(self.state.step, self.progress.ledger_seq, trusted)
+            self.record.resume(self.state.step, self.progress.ledger_seq, path.with_name(SEGMENT), trusted)
             for group in groups:
                 if group.output is not None:
                     check_samples(group, group.output)

@@ -167,6 +167,28 @@ def _stale_weights(entries: Entries) -> Iterator[Flag]:
         yield Flag("rollout mismatch", high[0][0], reason, "mismatch")
 
 
+def _other_lengths(entries: Entries) -> Iterator[Flag]:
+    """Flag asynchronous training on responses that are longer or shorter than those it generates, to the end.
+
+    The means are of the whole run, so few unfinished groups do not matter; a twentieth is more than the chance of which
+    groups wait for their update.
+    """
+    generated = dict(points_of(entries, "fully_async/length_generated"))
+    trained = points_of(entries, "fully_async/length_trained")
+    if len(trained) < MIN_STEPS:
+        return
+    step = _first_for_good(
+        [(step, abs(value - generated.get(step, value)) > 0.05 * generated.get(step, value)) for step, value in trained]
+    )
+    if step is not None:
+        at, value = trained[-1]
+        reason = (
+            f"the responses that were trained have {value:.0f} tokens on average, and those that were generated "
+            f"{generated[at]:.0f}: what was dropped, filtered or failed is not like the rest"
+        )
+        yield Flag("other lengths trained", step, reason, "generated")
+
+
 def _length_explosion(entries: Entries) -> Iterator[Flag]:
     """Flag responses that became twice as long with a fifth truncated, or of which half became truncated.
 
@@ -423,6 +445,7 @@ def _some(numbers: Sequence[int]) -> str:
 RULES_OF_COURSE = (_reward_collapse, _entropy_collapse, _length_explosion, _straggler, _memory_growth)
 RULES_OF_STEPS = (
     _stale_weights,
+    _other_lengths,
     _not_finite,
     _unscored,
     _nothing_trained,

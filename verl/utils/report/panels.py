@@ -129,6 +129,18 @@ _GRADIENTS = {
     "train/grad_norm": "before clipping",
 }
 _TRUNCATED = {"response_length/clip_ratio": "truncated at the limit", "response/aborted_ratio": "empty (aborted)"}
+_GENERATED = {
+    "fully_async/length_generated": "generated so far, mean",
+    "fully_async/length_trained": "trained so far, mean",
+}
+_GENERATED_SCORES = {
+    "fully_async/score_generated": "generated so far, mean",
+    "fully_async/score_trained": "trained so far, mean",
+}
+_AGES = {
+    "fully_async/versions_behind/mean": "mean",
+    "fully_async/versions_behind/max": "most",
+}
 _THROUGHPUT = {"perf/throughput": "all tokens of a step, per worker"}
 _COMPUTED = "perf/computed_tokens/"
 STEP_PHASES = (
@@ -428,6 +440,7 @@ WHY_ABSENT = {
     "kl": "the run has no reference policy and makes one update per batch",
     "mismatch": "set actor_rollout_ref.rollout.calculate_log_probs=true to record it",
     "computed": "no model has use_prefix_sharing=true",
+    "difficulty": "the agent loops do not score: the reward function runs in the trainer",
     "workers": "one worker",
 }
 """Why a chart of a sound run may be missing."""
@@ -446,6 +459,9 @@ PANELS = (
     Panel("lengths", "Response length", "tokens", _lengths),
     Panel("distribution", "Distribution of response lengths", "tokens", _distribution),
     Panel("cut", "Truncated responses", "share of responses", lines_of(_TRUNCATED, _from_zero)),
+    Panel("generated", "Lengths generated and trained", "tokens", lines_of(_GENERATED, _from_zero)),
+    Panel("difficulty", "Scores generated and trained", "score per response", lines_of(_GENERATED_SCORES)),
+    Panel("ages", "Age of the trained responses", "versions", lines_of(_AGES, _from_zero)),
     Panel("times", "Step time by phase", "seconds", _times),
     Panel("throughput", "Throughput", "tokens per second and worker", lines_of(_THROUGHPUT, _from_zero)),
     Panel("computed", "Tokens trained and computed (shared prefixes)", "tokens of a step", _computed),
@@ -457,6 +473,8 @@ PANELS = (
 """All charts, in their order on the page."""
 OF_BOTH = frozenset({"gradient", "times", "throughput", "computed", "mfu", "memory", "workers"})
 """Charts that supervised training shares with RL training; it adds the loss."""
+OF_ASYNC = frozenset({"generated", "difficulty", "ages"})
+"""Charts of asynchronous training."""
 
 
 def is_supervised(entries: Entries) -> bool:
@@ -468,4 +486,5 @@ def expected_panels(entries: Entries) -> list[Panel]:
     """Return the charts that a run of this kind can have."""
     if is_supervised(entries):
         return [panel for panel in PANELS if panel.name in OF_BOTH | {"loss"}]
-    return [panel for panel in PANELS if panel.name != "loss"]
+    left_out = {"loss"} if keys_of(entries, "fully_async/") else {"loss", *OF_ASYNC}
+    return [panel for panel in PANELS if panel.name not in left_out]
