@@ -116,9 +116,9 @@ def test_the_main_trainer_has_the_mode_too(workspace):
         f"{ROLLOUT}.mode": "async",
         f"{ROLLOUT}.n_gpus_per_node": 1,
         f"{ROLLOUT}.nnodes": 1,
-        "trainer.total_training_steps": STEPS,
     }
     keys |= {key: value for key, value in RECIPE.items() if not key.startswith("rollout.")}
+    keys |= {"trainer.total_training_steps": STEPS}
     run = workspace.train("async_main", keys)
     audited(run)
 
