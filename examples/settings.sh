@@ -2,6 +2,15 @@
 # of two values for one key the later wins. Everything else has the default of the configuration.
 { set +x; } 2> /dev/null # the command, which is printed, shows every setting
 
+ENGINE="${ENGINE:-vllm}" # the rollout engine, which an argument without a key may name too
+for argument in "$@"; do
+    shift
+    case "$argument" in
+        vllm | sglang | hf) ENGINE="$argument" ;;
+        *) set -- "$@" "$argument" ;;
+    esac
+done
+
 DATA_DIR="${DATA_DIR:-$HOME/data}"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
 TRAIN_FILE="${TRAIN_FILE:-$RAY_DATA_HOME/data/dapo-math-17k.parquet}"
@@ -46,7 +55,7 @@ DAPO=( # without dynamic sampling and overlong penalty, which have keys of their
     actor_rollout_ref.actor.optim.weight_decay=0.1
     actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.use_dynamic_bsz=true
-    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.name="$ENGINE"
     actor_rollout_ref.rollout.n=16
     actor_rollout_ref.rollout.gpu_memory_utilization=0.8
     actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true
@@ -61,7 +70,7 @@ DAPO=( # without dynamic sampling and overlong penalty, which have keys of their
 RUN=( # on GPUs or NPUs
     data.filter_overlong_prompts=true
     actor_rollout_ref.model.use_remove_padding=true
-    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.name="$ENGINE"
     trainer.save_freq=20
     trainer.test_freq=5
     trainer.total_epochs=15
@@ -76,7 +85,7 @@ CPU=( # small models in fp32 on one core
     actor_rollout_ref.model.use_prefix_sharing=true
     actor_rollout_ref.model.enable_gradient_checkpointing=false
     actor_rollout_ref.actor.use_dynamic_bsz=true
-    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.name="$ENGINE"
     actor_rollout_ref.rollout.dtype=float32
     actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.enforce_eager=true

@@ -4,11 +4,6 @@
 # Arguments: the rollout engine (vllm unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
 MODEL_PATH="${MODEL_PATH:-zai-org/GLM-4.1V-9B-Thinking}"
 source "$(dirname "$0")/../settings.sh"
 

@@ -4,11 +4,6 @@
 # Arguments: the rollout engine (vllm unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}"
 source "$(dirname "$0")/../settings.sh"
 

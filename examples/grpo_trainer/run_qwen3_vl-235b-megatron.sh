@@ -4,11 +4,6 @@
 # Arguments: the rollout engine (vllm unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=vllm
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-VL-235B-A22B-Instruct}"
 source "$(dirname "$0")/../settings.sh"
 

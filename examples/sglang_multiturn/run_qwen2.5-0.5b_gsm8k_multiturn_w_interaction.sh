@@ -4,11 +4,7 @@
 # Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=sglang
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
+ENGINE="${ENGINE:-sglang}"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}"
 source "$HERE/../settings.sh"
@@ -23,7 +19,6 @@ python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=gsm8
     actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \

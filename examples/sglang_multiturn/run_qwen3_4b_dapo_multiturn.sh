@@ -4,11 +4,7 @@
 # Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=sglang
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
+ENGINE="${ENGINE:-sglang}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-4B-Instruct-2507}"
 source "$(dirname "$0")/../settings.sh"
 
@@ -32,7 +28,6 @@ python3 -m verl.trainer.main_ppo "${RUN[@]}" "${OFFLOAD[@]}" \
     actor_rollout_ref.actor.ppo_mini_batch_size=16 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=18432 \
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
-    actor_rollout_ref.rollout.name="$ENGINE" \
     actor_rollout_ref.rollout.mode=async \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.gpu_memory_utilization=0.75 \

@@ -4,11 +4,7 @@
 # The retriever first, on port 8000: README.md. Arguments: the rollout engine (sglang unless given), then overrides.
 set -euxo pipefail
 
-ENGINE=sglang
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    ENGINE="$1"
-    shift
-fi
+ENGINE="${ENGINE:-sglang}"
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 DATA_DIR="${DATA_DIR:-$HOME/data/searchR1_processed_direct}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-3B-Instruct}"
