@@ -2,27 +2,9 @@
 # GRPO with images: Qwen2.5-VL-3B-Instruct on Geometry3K, one node of 8 Ascend devices with 64 GB.
 # Data first: python3 examples/data_preprocess/geo3k.py --local_save_dir ~/data/geo3k
 # Arguments: the rollout engine (vllm unless given), then overrides.
-set -euxo pipefail
+set -euo pipefail
 
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}"
-source "$(dirname "$0")/../settings.sh"
-
-python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" "${GEO3K[@]}" \
-    data.train_batch_size=512 \
-    data.max_prompt_length=1024 \
-    data.max_response_length=2048 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
-    actor_rollout_ref.actor.kl_loss_coef=0.01 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.rollout.enable_chunked_prefill=false \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
-    trainer.project_name=verl_grpo_geo3k \
+bash "$(dirname "$0")/run_qwen2_5_vl-3b.sh" \
     trainer.experiment_name=qwen2_5_vl-3b_npu \
     trainer.device=npu \
-    trainer.n_gpus_per_node=8 \
     "$@"

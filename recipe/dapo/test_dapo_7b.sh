@@ -1,48 +1,24 @@
 #!/usr/bin/env bash
 # DAPO: Qwen2.5-Math-7B on DAPO-Math-17k, 8 nodes of 8 GPUs.
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
-set -euxo pipefail
+set -euo pipefail
 
-HERE="$(dirname "$0")"
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
-CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen2.5-7B-Math-Test}"
-NNODES="${NNODES:-8}"
-RAY_ADDRESS="${RAY_ADDRESS:-http://localhost:8265}"
-WORKING_DIR="${WORKING_DIR:-$PWD}"
-RUNTIME_ENV="${RUNTIME_ENV:-$WORKING_DIR/verl/trainer/runtime_env.yaml}"
-export RAY_ADDRESS
-
+export MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-Math-7B}"
+export CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DAPO-Qwen2.5-7B-Math-Test}"
+export NNODES="${NNODES:-8}"
 max_prompt_length=1024
 max_response_length=2048
-source "$HERE/../../examples/settings.sh"
-
-ray job submit --no-wait --runtime-env="$RUNTIME_ENV" --working-dir "$WORKING_DIR" -- \
-    python3 -m "recipe.$(basename "$HERE").main_dapo" "${DAPO[@]}" "${DAPO_MATH[@]}" \
-    algorithm.filter_groups.enable=true \
-    algorithm.filter_groups.metric=acc \
-    algorithm.filter_groups.max_num_gen_batches=10 \
+bash "$(dirname "$0")/run_dapo_qwen2.5_32b.sh" \
     data.max_prompt_length=$max_prompt_length \
     data.max_response_length=$max_response_length \
-    data.train_batch_size=512 \
-    data.gen_batch_size=1536 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.clip_ratio_low=0.2 \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$((max_prompt_length + max_response_length))" \
-    actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
     actor_rollout_ref.rollout.max_num_batched_tokens="$((max_prompt_length + max_response_length))" \
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$((max_prompt_length + max_response_length))" \
-    reward_model.overlong_buffer.enable=true \
     reward_model.overlong_buffer.len=512 \
-    reward_model.overlong_buffer.penalty_factor=1.0 \
-    trainer.project_name=DAPO \
+    actor_rollout_ref.actor.fsdp_config.param_offload=false \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=false \
+    actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 \
     trainer.experiment_name=DAPO-Qwen2.5-7B-Math-Test \
-    trainer.default_local_dir="$CKPTS_DIR" \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes="$NNODES" \
-    trainer.test_freq=5 \
-    trainer.save_freq=5 \
-    trainer.total_epochs=1 \
     "$@"

@@ -1,33 +1,15 @@
 #!/usr/bin/env bash
 # GSPO on CPU. Model and data are those of scripts/quickstart.sh,
 # which has to be run first (or others: DATA_DIR, MODEL_PATH).
-set -euxo pipefail
+set -euo pipefail
 
-DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
-MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
-OUT_DIR="${OUT_DIR:-outputs/gspo_tiny_cpu}"
-WORKERS="${WORKERS:-1}"
-source "$(dirname "$0")/../../examples/settings.sh"
-
-python3 -m verl.trainer.main_ppo "${CPU[@]}" \
-    algorithm.adv_estimator=grpo \
-    data.train_files="$DATA_DIR/train.parquet" \
-    data.val_files="$DATA_DIR/test.parquet" \
-    data.train_batch_size=16 \
-    data.max_prompt_length=16 \
-    data.max_response_length=32 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.optim.lr=1e-4 \
+export OUT_DIR="${OUT_DIR:-outputs/gspo_tiny_cpu}"
+bash "$(dirname "$0")/../../examples/grpo_trainer/run_tiny_cpu.sh" \
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo \
     actor_rollout_ref.actor.clip_ratio_low=0.03 \
     actor_rollout_ref.actor.clip_ratio_high=0.04 \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048 \
-    actor_rollout_ref.rollout.n=16 \
-    trainer.project_name=quickstart \
     trainer.experiment_name=gspo \
     trainer.default_local_dir="$OUT_DIR" \
-    trainer.total_training_steps=40 \
-    trainer.test_freq=5 \
     "$@"

@@ -132,8 +132,11 @@ def override_for(script: Path) -> tuple[str, str]:
 def text_of(script: Path) -> str:
     """Return the text of a script, after the text of the script that it runs, if any."""
     text = script.read_text()
-    other = re.search(r"^[^#\n]*\bbash .*/([\w.-]+\.sh)\b", text, flags=re.MULTILINE)
-    return text if other is None else text_of(script.with_name(other[1])) + text
+    other = re.search(r"^[^#\n]*\bbash [^/\n]*/([\w./-]+\.sh)\b", text, flags=re.MULTILINE)
+    if other is None:
+        return text
+    base = script.parent / other[1]
+    return text_of(base if base.exists() else script.with_name(base.name)) + text
 
 
 def commands_of_script(script: Path, folder: Path, arguments: Sequence[str] | None = None) -> list[list[str]]:

@@ -2,32 +2,12 @@
 # GRPO with images and a tool that scores answers: Qwen2.5-VL-3B-Instruct on Geometry3K, 4 GPUs, parameters and optimizer in CPU memory while others need the GPUs.
 # Data first: python3 examples/data_preprocess/geo3k_multiturn_w_tool.py --local_save_dir ~/data/geo3k_multiturn_w_tool
 # Arguments: the rollout engine (sglang unless given), then overrides.
-set -euxo pipefail
+set -euo pipefail
 
-ENGINE="${ENGINE:-sglang}"
-HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-VL-3B-Instruct}"
-source "$(dirname "$0")/../../settings.sh"
-
-python3 -m verl.trainer.main_ppo --config-path="$HERE/config" --config-name=geo3k_multiturn_grpo "${RUN[@]}" "${GRPO[@]}" "${OFFLOAD[@]}" \
-    data.train_files="$DATA_DIR/geo3k_multiturn_w_tool/train.parquet" \
-    data.val_files="$DATA_DIR/geo3k_multiturn_w_tool/test.parquet" \
-    data.train_batch_size=256 \
-    data.max_prompt_length=2048 \
-    data.max_response_length=2048 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+bash "$(dirname "$0")/run_qwen2.5-3b_geo3k_multiturn.sh" \
+    actor_rollout_ref.actor.fsdp_config.param_offload=true \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=true \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \
-    actor_rollout_ref.rollout.n=8 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
-    actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/config/tool_config/geo3k_tool_config.yaml" \
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
-    trainer.project_name=geo3k_multiturn \
     trainer.experiment_name=qwen2.5-vl-3b_4xgpu \
     trainer.n_gpus_per_node=4 \
-    trainer.save_freq=-1 \
-    trainer.test_freq=20 \
     "$@"
