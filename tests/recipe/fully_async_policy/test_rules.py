@@ -86,11 +86,41 @@ def test_settings_that_forbid_overlap_are_refused(key: str, value: Any, words: s
     assert key in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("actor_rollout_ref.hybrid_engine", False, "must be true: servers and trainer take turns"),
+        (f"{ROLLOUT}.mode", "sync", "must be async: only requests"),
+        ("async_training.trigger_parameter_sync_step", 2, "must be 1: engines that take turns"),
+        ("algorithm.adv_estimator", "remax", "greedy baselines"),
+        (f"{ROLLOUT}.n", 8, None),
+    ],
+)
+def test_settings_that_forbid_turns_are_refused(key: str, value: Any, words: str | None) -> None:
+    turns = {
+        "async_training.mode": "colocate_async",
+        "async_training.trigger_parameter_sync_step": 1,
+        "actor_rollout_ref.hybrid_engine": True,
+        f"{ROLLOUT}.mode": "async",
+        f"{ROLLOUT}.calculate_log_probs": True,
+        f"{ROLLOUT}.n": 8,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+    }
+    config = composed("ppo_trainer", "verl/trainer/config", **turns | {key: value, "data.train_batch_size": 0})
+    complete(config)
+    if words is None:
+        assert examined_config(config).checked().async_training.takes_turns
+        return
+    with pytest.raises(ConfigError, match=words) as refused:
+        examined_config(config).checked()
+    assert key in str(refused.value)
+
+
 def test_the_main_configuration_takes_turns() -> None:
     run = examined_config(composed("ppo_trainer", "verl/trainer/config", **{f"{ROLLOUT}.n": 8})).checked()
     assert not run.async_training.is_async
     idle = {f"{ROLLOUT}.n": 8, "async_training.replay": __file__}
-    with pytest.raises(ConfigError, match=r"async_training\.replay=.*needs async_training\.mode=fully_async"):
+    with pytest.raises(ConfigError, match=r"async_training\.replay=.*needs the async_training\.mode"):
         examined_config(composed("ppo_trainer", "verl/trainer/config", **idle)).checked()
 
 

@@ -33,6 +33,7 @@ KEYS: dict[str, list[str]] = {
         *below(ACTOR, "tau_pos tau_neg rollout_n"),
         *(f"{node}.megatron.vanilla_mbridge" for node in (ACTOR, REF, "critic")),
         *below("trainer.v1.separate_async", "num_warmup_batches parameter_sync_step"),
+        *below("trainer.v1.colocate_async", "num_warmup_batches"),
         *below("trainer.v1.sampler", "max_off_policy_threshold max_off_policy_strategy"),
         "data.mm_processor_kwargs",
     ],
@@ -70,7 +71,6 @@ KEYS: dict[str, list[str]] = {
         ),
     ],
     "feature": [
-        *below("trainer.v1.colocate_async", "num_warmup_batches"),
         *below(
             "trainer.v1.sampler", "sync_refill_failed_groups custom_sampler.path custom_sampler.name sampler_kwargs"
         ),
@@ -104,13 +104,12 @@ KEYS: dict[str, list[str]] = {
 
 VALUES: dict[str, dict[str, list[str]]] = {
     "feature": {
-        "trainer.v1.trainer_mode": ["colocate_async"],
         f"{CHECKPOINT_ENGINE}.backend": ["delta", "delta_sharded"],
         f"{ACTOR}.policy_loss.loss_mode": ["dppo_tv", "dppo_kl", "dro", "bypass_mode"],
         "algorithm.adv_estimator": ["gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"],
         "reward_model.reward_manager": ["gdpo"],
     },
-    "alias": {"trainer.v1.trainer_mode": ["separate_async"]}
+    "alias": {"trainer.v1.trainer_mode": ["separate_async", "colocate_async"]}
     | {f"{node}.optimizer": ["AdamW", "adamw"] for node in (f"{ACTOR}.optim", "critic.optim", "optim")},
 }
 """Values that have a decision of their own."""

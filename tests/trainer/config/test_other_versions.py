@@ -290,10 +290,12 @@ SEPARATE_ASYNC = [
     "trainer.v1.sampler={max_off_policy_threshold:3,max_off_policy_strategy:wait}",
 ]
 
+COLOCATE_ASYNC = ["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=2"]
+
 
 def test_every_translation_is_tried() -> None:
     tried = [leaves_of(words) for words, _ in [*EFFECTS, *MEGATRON_EFFECTS, *BUILT_EFFECTS]]
-    tried += map(leaves_of, SEPARATE_ASYNC)
+    tried += map(leaves_of, [*SEPARATE_ASYNC, *COLOCATE_ASYNC])
     untried = [
         row.key
         for row in ROWS
@@ -533,6 +535,16 @@ def test_generation_on_devices_of_its_own_is_asynchronous_training() -> None:
     shared = config.actor_rollout_ref
     assert not shared.hybrid_engine and shared.rollout.mode == "async" and shared.rollout.calculate_log_probs
     assert composed("trainer.v1.separate_async.parameter_sync_step=2").async_training.mode == "sync"
+
+
+def test_generation_in_turns_on_the_same_devices_is_asynchronous_training() -> None:
+    config = composed(*COLOCATE_ASYNC, "trainer.v1.separate_async.parameter_sync_step=2")
+    options = config.async_training
+    assert (options.mode, options.staleness_threshold, options.max_off_policy_threshold) == ("colocate_async", 2, 8)
+    assert options.trigger_parameter_sync_step == 1 and options.require_batches == 1
+    shared = config.actor_rollout_ref
+    assert shared.hybrid_engine and shared.rollout.mode == "async" and shared.rollout.calculate_log_probs
+    assert composed(COLOCATE_ASYNC[0]).async_training.staleness_threshold == 1
 
 
 def test_the_command_line_wins_over_a_file_in_both_spellings(tmp_path: Path) -> None:

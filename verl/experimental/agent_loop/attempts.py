@@ -51,6 +51,7 @@ class Attempt:
         loop: name of the agent loop.
         seed: seed of the row, which is that of the first turn; None without sampling.
         servers: the server of each request, in order; one more for each that died.
+        trains: whether the trajectory is trained.
         turns: requests so far.
         outcome: ``ok``, ``error``, ``timeout``, ``cancelled``, ``replaced`` or ``dropped``; None while it runs.
         reason: why it ended, unless it is ``ok``.
@@ -64,6 +65,7 @@ class Attempt:
     sample: int
     loop: str
     seed: int | None = None
+    trains: bool = False
     start: float = field(default_factory=time.time)
     end: float | None = None
     servers: list[str] = field(default_factory=list)

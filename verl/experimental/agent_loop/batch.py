@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import (
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+TRAIN = "train"
+"""The kind of batches that are trained."""
+_TICK_S = 0.01
+"""Least seconds between two looks at a clock that may stand still."""
 END_S = 60.0
 """Seconds that a cancelled agent loop gets to end its tools. A loop that goes on is left running."""
 
@@ -107,7 +114,7 @@ class Policy:
 
 def kind_of(meta: Mapping[str, Json], greedy: bool) -> str:
     """Return the purpose of a batch, which the ids of its attempts name: ``validate``, ``greedy`` or ``train``."""
-    return "validate" if meta.get("validate", False) else "greedy" if greedy else "train"
+    return "validate" if meta.get("validate", False) else "greedy" if greedy else TRAIN
 
 
 @dataclass(frozen=True)
@@ -123,14 +130,24 @@ class Task:
 class BatchOfAttempts:
     """Makes the trajectories of a batch at the same time, and keeps the account of all attempts.
 
+    Args: ``clock`` returns the seconds by which deadlines go.
     Attributes: ``attempts`` are those that were begun, in order.
     """
 
-    def __init__(self, tasks: Sequence[Task], policy: Policy, kind: str = "train", step: int | None = None) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        policy: Policy,
+        kind: str = TRAIN,
+        step: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.attempts: list[Attempt] = []
         self._tasks = tasks
         self._policy = policy
         self._prefix = f"{0 if step is None else step}-{kind}"
+        self._trains = kind == TRAIN
+        self._clock = clock
         self._outputs: list[AgentLoopOutput | None] = [None] * len(tasks)
         self._failure: TrajectoryError | None = None
         self._ended = 0
@@ -147,15 +164,13 @@ class BatchOfAttempts:
         Raises: TrajectoryError if a trajectory failed and the policy does not go on without it.
         """
         running = [asyncio.create_task(self._make(index)) for index in range(len(self._tasks))]
+        end = asyncio.create_task(self._stop.wait())
         try:
-            if running:
-                async with asyncio.timeout(self._policy.step_timeout_s):
-                    await self._stop.wait()
-        except TimeoutError:
-            reason = f"rollout.agent.step_timeout_s={self._policy.step_timeout_s:g} is over"
-            self._stopped = (TIMEOUT, reason)
+            if running and not await self._is_done(end, self._policy.step_timeout_s):
+                reason = f"rollout.agent.step_timeout_s={self._policy.step_timeout_s:g} is over"
+                self._stopped = (TIMEOUT, reason)
         finally:
-            for task in running:
+            for task in (*running, end):
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         if self._failure is not None:
@@ -224,17 +239,29 @@ class BatchOfAttempts:
         limit_s = self._policy.trajectory_timeout_s
         work = asyncio.create_task(_result(task.run, attempt))
         try:
-            await asyncio.wait({work}, timeout=limit_s)
-            if work.done():
+            if await self._is_done(work, limit_s):
                 return work.result()
         finally:
             if not work.done():
                 await _end(work, attempt)
         return DeadlineError(f"rollout.agent.trajectory_timeout_s={limit_s:g} is over")
 
+    async def _is_done(self, work: "asyncio.Task[T]", limit_s: float | None) -> bool:
+        """Wait for a task, at most for some seconds of the clock; return whether the task has ended."""
+        began = self._clock()
+        left: float | None = None
+        while not work.done():
+            if limit_s is not None:
+                left = limit_s - (self._clock() - began)
+                if left <= 0:
+                    break
+            await asyncio.wait({work}, timeout=None if left is None else max(left, _TICK_S))
+        return work.done()
+
     def _begin(self, task: Task, number: int) -> Attempt:
         row, uid, sample = task.place
-        attempt = Attempt(f"{self._prefix}-{uid}-{sample}-{number}", uid, sample, task.loop, task.seed)
+        attempt_id = f"{self._prefix}-{uid}-{sample}-{number}"
+        attempt = Attempt(attempt_id, uid, sample, task.loop, task.seed, self._trains)
         self.attempts.append(attempt)
         return attempt
 

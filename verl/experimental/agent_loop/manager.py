@@ -254,6 +254,24 @@ class AgentLoopManager(Manager):
         self._take_spans(pending.callers[0][0], output)
         return output
 
+    def hold(self) -> None:
+        """Interrupt what ``send`` has sent, and give the devices back to the trainer.
+
+        Responses keep their tokens, and go on after ``go_on``.
+        """
+        self._tell_loops("hold")
+        self.sleep()
+
+    def go_on(self, step: int | None = None) -> None:
+        """Give devices and current weights to the engines, and let what ``send`` has sent go on."""
+        self.wake_up(step)
+        self._tell_loops("go_on")
+
+    def _tell_loops(self, method: str) -> None:
+        callers = list(zip(self._names, self.agent_loop_workers, strict=True))
+        refs = [getattr(worker, method).remote() for worker in self.agent_loop_workers]
+        self.worker_group.wait_for_callers(callers, refs, method)
+
     def give_up(self, output: DataProto) -> None:
         """Keep only the account of what ``receive`` has returned."""
         attempts: list[AttemptLine] = output.meta_info["attempts"]

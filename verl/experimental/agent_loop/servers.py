@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from verl.errors import RequestAbortedError, RequestTimeoutError, ServerError, WrongInput
 from verl.experimental.agent_loop.attempts import Attempt
+from verl.experimental.agent_loop.held import Hold, Parts
 from verl.single_controller.base.actor import Actor, RemoteMethod
 from verl.utils.observe import timeline
 from verl.utils.observe.rollout_trace import rollout_trace_op
@@ -76,6 +77,7 @@ class AsyncLLMServerManager:
 
     Args: ``server_handles`` are actors with the methods of ``RolloutServer``; ``max_cache_size`` is the number of
         conversations whose server is remembered.
+    Attributes: ``held`` interrupts the requests of attempts that train.
     """
 
     def __init__(self, config: DictConfig, server_handles: Sequence[Actor], max_cache_size: int = 10000) -> None:
@@ -93,6 +95,7 @@ class AsyncLLMServerManager:
         self._max_cache_size = max_cache_size
         self._serial = itertools.count()
         self._attempt: Attempt | None = None
+        self.held = Hold()
 
     def of(self, attempt: Attempt) -> Self:
         """Return a manager with the same servers whose requests belong to an attempt."""
@@ -126,7 +129,8 @@ class AsyncLLMServerManager:
     ) -> TokenOutput:
         """Continue a prompt on one of the servers; see ``RolloutServer.answer``.
 
-        The seed of a row becomes that of the turn. Cancelling the call aborts the request.
+        The seed of a row becomes that of the turn. Cancelling the call aborts the request. A request that ``held``
+        interrupts goes on when it may, after the tokens that it has.
 
         Args: ``request_id`` is that of the conversation, the same in each of its turns.
         Raises: WrongInput for a prompt that is no list, ``max_tokens`` below 1, and ``n`` above 1; RequestTimeoutError
@@ -151,23 +155,21 @@ class AsyncLLMServerManager:
             params = attempt.next_turn(params)
         serial = next(self._serial)
         request = GenerationRequest(prompt_ids, params, f"{conversation}/{serial}", image_data, multi_modal_data)
-        size = len(prompt_ids) + int(params.get("max_tokens") or 0)
+        parts = Parts(request)
         lost = 0
         while True:
+            is_held = attempt is not None and attempt.trains
+            if is_held:
+                await self.held.wait()
             server = await self._server_for(conversation, len(prompt_ids))
+            if is_held and self.held.is_on:
+                continue
             if attempt is not None:
                 attempt.servers.append(server.name)
+            request = parts.rest()
             try:
                 with timeline.grouped(attempt.id if attempt is not None else ""):
-                    output = await self._timed(server, request, size)
-                if output.finish_reason == ABORTED:
-                    raise RequestAbortedError(
-                        f"request {request.request_id}: {server.name} aborted it after {len(output.token_ids)} "
-                        "tokens, and no agent loop has given it up"
-                    )
-                if attempt is not None:
-                    attempt.sampled_by(output.versions)
-                return output
+                    output, is_interrupted = await self._interruptible(server, request, is_held)
             except (ServerError, RayActorError) as error:
                 self._take_out(server, _loss_of(error))
                 lost += 1
@@ -176,23 +178,50 @@ class AsyncLLMServerManager:
                         f"request {request.request_id} of {len(prompt_ids)} tokens: {lost} rollout servers were "
                         f"lost while they had it, at last {server.name}: {server.gone}"
                     ) from error
+                continue
+            parts.outputs.append(output)
+            if output.finish_reason == ABORTED and not is_interrupted:
+                raise RequestAbortedError(
+                    f"request {request.request_id}: {server.name} aborted it after {len(output.token_ids)} "
+                    "tokens, and no agent loop has given it up"
+                )
+            if output.finish_reason != ABORTED or parts.is_full:
+                output = parts.joined()
+                if attempt is not None:
+                    attempt.sampled_by(output.versions)
+                return output
 
     # ---- one request
 
-    async def _timed(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
+    async def _interruptible(
+        self, server: _Server, request: GenerationRequest, may_be_held: bool
+    ) -> tuple[TokenOutput, bool]:
+        """Ask a server; return its answer, and whether ``held`` has interrupted the request."""
+        if not may_be_held:
+            return await self._timed(server, request), False
+        self.held.sent(request, lambda: _abort(server, request.request_id))
+        is_interrupted = False
+        try:
+            output = await self._timed(server, request)
+        finally:
+            is_interrupted = self.held.answered(request)
+        return output, is_interrupted
+
+    async def _timed(self, server: _Server, request: GenerationRequest) -> TokenOutput:
         """Ask a server, and record when and for how long."""
         name = server.short_name
         prompt_tokens = len(request.prompt_ids)
         with timeline.span("generate", "turn", request=request.request_id, prompt_tokens=prompt_tokens) as shown:
             # Measured within the turn, so that the request lies within it however long this process is interrupted.
             begin = time.monotonic()
-            output = await self._ask(server, request, size)
+            output = await self._ask(server, request)
             timeline.add_request(name, begin, output.queue_s, output.sample_s, request=request.request_id)
             shown.update(tokens=len(output.token_ids), cached=output.num_cached_tokens, end=output.finish_reason)
             shown.update(server=name, queue_s=output.queue_s, sample_s=output.sample_s)
         return output
 
-    async def _ask(self, server: _Server, request: GenerationRequest, size: int) -> TokenOutput:
+    async def _ask(self, server: _Server, request: GenerationRequest) -> TokenOutput:
+        size = len(request.prompt_ids) + int(request.sampling_params.get("max_tokens") or 0)
         answer = asyncio.ensure_future(server.generate.remote(**request.arguments()))
         is_answered = False
         server.tokens += size

@@ -18,7 +18,7 @@ from verl.base_config import omega_conf_to_dataclass
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.attempts import OK, Attempt, Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
-from verl.experimental.agent_loop.batch import BatchOfAttempts, Place, Policy, Task, kind_of, places_of
+from verl.experimental.agent_loop.batch import TRAIN, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.blocking import blocking_is_named
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import (
@@ -144,7 +144,9 @@ class AgentLoopWorkerBase:
         # Greedy baselines of remax; training with rollout.do_sample=false does not set this key.
         greedy = meta.get("do_sample") is False
         policy = Policy.of(self.rollout_config, meta, greedy)
-        run = BatchOfAttempts(tasks, policy, kind_of(meta, greedy), meta.get("global_steps"))
+        kind = kind_of(meta, greedy)
+        clock = self.server_manager.held.clock if kind == TRAIN else time.monotonic
+        run = BatchOfAttempts(tasks, policy, kind, meta.get("global_steps"), clock)
         if meta.get(timeline.RECORDED):
             timeline.start()
         try:
@@ -196,6 +198,14 @@ class AgentLoopWorkerBase:
     def set_servers(self, server_handles: Sequence[Actor]) -> None:
         """Use these rollout servers from now on."""
         self.server_manager.set_servers(server_handles)
+
+    async def hold(self) -> None:
+        """Interrupt the requests of training, which keep their tokens; no server has one afterwards."""
+        await self.server_manager.held.begin()
+
+    def go_on(self) -> None:
+        """Let the requests of training go on."""
+        self.server_manager.held.end()
 
     def _runner(
         self, batch: DataProto, index: int, name: str, sampling_params: Sampling, place: Place

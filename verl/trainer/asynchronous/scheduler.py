@@ -174,10 +174,15 @@ class Scheduler:
             self._is_held = False
             self._send_what_fits()
 
-    def drain(self, look: Callable[[], None]) -> None:
-        """Send nothing until ``published``, and wait until the servers have finished what they have."""
+    def hold(self) -> None:
+        """Send nothing until ``published``."""
         with self._changed:
             self._is_held = True
+
+    def drain(self, look: Callable[[], None]) -> None:
+        """Send nothing until ``published``, and wait until the servers have finished what they have."""
+        self.hold()
+        with self._changed:
             self._last_change = time.monotonic()
         while True:
             with self._changed:

@@ -42,6 +42,9 @@ class AsyncTrainer(RayPPOTrainer):
     A step is one update. Before it, the weights are published if that is due, and prompts are drawn as far as the pace
     allows. Prompts have their uids and seeds by their place in the data, so these do not depend on when they are drawn.
 
+    With ``async_training.mode=colocate_async`` servers and trainer take turns on the same devices: once an update has
+    its groups, the other responses are interrupted, and go on under the new weights after the update.
+
     A checkpoint holds the groups that are drawn and not trained: the finished ones with their responses, the others to
     be sampled anew, with the same seeds.
     """
@@ -98,7 +101,7 @@ class AsyncTrainer(RayPPOTrainer):
     def scheduler(self) -> Scheduler:
         """The groups on their way."""
         servers = None if self.record.is_replay else self._loops.servers
-        most = _REQUESTS_PER_SERVER * (0 if servers is None else len(servers.replicas))
+        most = self.pace.room(0, 0, 0) if servers is None else _REQUESTS_PER_SERVER * len(servers.replicas)
         return Scheduler(
             self.pace, self._send, self._receive, self._drop, most, self.run_config.trainer.worker_call_timeout_s
         )
@@ -119,6 +122,11 @@ class AsyncTrainer(RayPPOTrainer):
         return {}
 
     @property
+    def _takes_turns(self) -> bool:
+        """Whether servers and trainer take turns on the same devices."""
+        return self.run_config.async_training.takes_turns and not self.record.is_replay
+
+    @property
     def _loops(self) -> AgentLoopManager:
         assert self.async_rollout_manager is not None, "the checks before the start ask for rollout.mode=async"
         return self.async_rollout_manager
@@ -137,6 +145,11 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _publish(self) -> None:
         """Give the weights to the servers; unfinished responses go on under them, or are waited for before."""
+        if self._takes_turns:
+            self._number_weights(self.pace.version(self.scheduler.next_update))
+            self._loops.go_on(self.state.step)
+            self.scheduler.published(self.pace.version(self.scheduler.next_update))
+            return
         if not self.run_config.async_training.partial_rollout:
             with phase("generate", step=self.state.step):
                 self.scheduler.drain(self._look_after_servers)
@@ -158,7 +171,8 @@ class AsyncTrainer(RayPPOTrainer):
     def _look_after_servers(self) -> None:
         """Replace servers that have died; if one has, all get the present weights."""
         servers = self._loops.servers
-        assert servers is not None
+        if servers is None:  # the workers of the trainer serve, and their death ends the run
+            return
         self._number_weights(self.pace.version(self.scheduler.next_update))
         servers.look_after(self._loops.sender(self.state.step), False, Event())
 
@@ -170,6 +184,9 @@ class AsyncTrainer(RayPPOTrainer):
         update = self.scheduler.next_update
         with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
             self._taken = self._recorded(rows, update) or self._finished(rows)
+        if self._takes_turns:
+            with phase("generate", step=self.state.step), marked_timer("interrupt", timing):
+                self._interrupt()
         self.record.batch(update, self.scheduler.version, self._taken)
         metrics["fully_async/total_wait_time"] = time.perf_counter() - started
         self._draw(rows)
@@ -178,6 +195,14 @@ class AsyncTrainer(RayPPOTrainer):
         batch = self._checked("prepare", None, lambda: DataProto.concat([group.prepared for group in self._taken]))
         batch = self._checked("generate", batch, self.generate, metrics, timing)
         return self._checked("score", batch, self.score, metrics, timing)
+
+    def _interrupt(self) -> None:
+        """Take the devices from the servers; unfinished responses keep their tokens, or are waited for before."""
+        if self.run_config.async_training.partial_rollout:
+            self.scheduler.hold()
+        else:
+            self.scheduler.drain(self._look_after_servers)
+        self._loops.hold()
 
     def _finished(self, rows: Iterator[Rows]) -> list[Group]:
         """Wait for the groups of the next update."""
@@ -372,7 +397,8 @@ class AsyncTrainer(RayPPOTrainer):
         begin = time.monotonic()
         batch = super().update(batch, metrics, timing)
         spans = self.scheduler.take_spans()
-        metrics["fully_async/update_overlap"] = overlap(spans, begin, time.monotonic())
+        if not self._takes_turns:
+            metrics["fully_async/update_overlap"] = overlap(spans, begin, time.monotonic())
         if self.records is not None and self.records.has_timeline(self.state.step):
             self.records.keep_spans([Part("groups", Clock.now(), spans)])
         with marked_timer("record_weights", timing):
@@ -387,7 +413,8 @@ class AsyncTrainer(RayPPOTrainer):
         """Return the metrics of the newest weights; unfinished responses go on beside the validation."""
         if self.record.is_replay:  # there are no servers
             return {}
-        self._publish()
+        if not self._takes_turns:  # else the validation gives the weights to the engines itself
+            self._publish()
         return super()._validate()
 
     def _save_checkpoint(self) -> None:

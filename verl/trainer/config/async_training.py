@@ -6,7 +6,8 @@ from verl.base_config import BaseConfig, setting
 
 SYNC = "sync"
 FULLY_ASYNC = "fully_async"
-MODES = (SYNC, FULLY_ASYNC)
+COLOCATE_ASYNC = "colocate_async"
+MODES = (SYNC, COLOCATE_ASYNC, FULLY_ASYNC)
 
 
 @dataclass
@@ -16,7 +17,7 @@ class AsyncTrainingConfig(BaseConfig):
     A *version* of the weights is what one publication gives to the servers; the first has number 0.
     """
 
-    mode: str = setting(SYNC, "whether servers generate while the trainer trains", one_of=MODES)
+    mode: str = setting(SYNC, "how generation and training follow each other", one_of=MODES)
     staleness_threshold: float = setting(
         0.1, "prompts sent ahead for the next version, as a share of those of one version", at_least=0
     )
@@ -31,5 +32,10 @@ class AsyncTrainingConfig(BaseConfig):
 
     @property
     def is_async(self) -> bool:
-        """Whether servers generate while the trainer trains."""
+        """Whether generation runs ahead of training."""
         return self.mode != SYNC
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether it does so on the same devices, in turns."""
+        return self.mode == COLOCATE_ASYNC

@@ -181,32 +181,37 @@ def _bounds(threshold: Json) -> dict[str, Json]:
 _V1 = "trainer.v1"
 
 
-def _separate_async(given: Values, read: Read) -> Translated:
-    """Translate generation on devices of its own, with the defaults of its nodes.
+def _asynchronous(given: Values, read: Read) -> Translated:
+    """Translate generation that runs ahead of training, with the defaults of its nodes.
 
-    A step there trains ``parameter_sync_step`` mini-batches and publishes the weights; so does an update here.
+    A step on separate devices trains ``parameter_sync_step`` mini-batches and publishes the weights; so does an update
+    here.
     """
     mode = given.get(f"{_V1}.trainer_mode", read(f"{_V1}.trainer_mode"))
-    if mode != "separate_async":
-        idle = f"has an effect with {_V1}.trainer_mode=separate_async only"
+    if mode not in ("separate_async", "colocate_async"):
+        idle = f"has an effect with {_V1}.trainer_mode=separate_async or colocate_async only"
         return Translated({}, notices=dict.fromkeys(given, idle))
     strategy = given.get(f"{_V1}.sampler.max_off_policy_strategy", "drop")
     if strategy not in ("drop", "wait"):
         raise Untranslatable(f"{_V1}.sampler.max_off_policy_strategy", "must be drop or wait")
-    warmup = given.get(f"{_V1}.separate_async.num_warmup_batches", 1)
+    is_separate = mode == "separate_async"
+    batches = given.get(f"{_V1}.separate_async.parameter_sync_step", 4)
     values: Values = {
-        "async_training.mode": "fully_async",
+        "async_training.mode": "fully_async" if is_separate else mode,
         "async_training.trigger_parameter_sync_step": 1,
-        "async_training.require_batches": given.get(f"{_V1}.separate_async.parameter_sync_step", 4),
-        "async_training.staleness_threshold": warmup,
+        "async_training.staleness_threshold": given.get(f"{_V1}.{mode}.num_warmup_batches", 1),
         "async_training.max_off_policy_threshold": given.get(f"{_V1}.sampler.max_off_policy_threshold", 8),
+        **({"async_training.require_batches": batches} if is_separate else {}),
     }
+    other = "colocate_async" if is_separate else "separate_async"
+    idle = f"has an effect with {_V1}.trainer_mode={other} only"
+    notices = {key: idle for key in given if key.startswith(f"{_V1}.{other}.")}
     implied: Values = {
-        "actor_rollout_ref.hybrid_engine": False,
+        "actor_rollout_ref.hybrid_engine": not is_separate,
         f"{_ROLLOUT}.mode": "async",
         f"{_ROLLOUT}.calculate_log_probs": True,
     }
-    return Translated(values, implied)
+    return Translated(values, implied, notices=notices)
 
 
 _SCORING = "reward.reward_manager"
@@ -297,7 +302,6 @@ def _deterministic_engine(given: Values, read: Read) -> Translated:
 # ---- the table
 
 
-_ASYNC = "asynchronous training"
 _MERGED = "the engine gets the adapter merged into the weights, which gives the same numbers as the adapter alone"
 
 
@@ -451,23 +455,22 @@ def _entry_points() -> Iterator[Row]:
     yield Row(ENGINE_OF_FILES, ALIAS, text, to=_files)
     yield Row("trainer.use_v1", ACCEPTED, "there is one trainer", "write true or false", accepts=(True, False))
     text = "generation on devices of its own: `async_training.mode=fully_async`"
-    yield Row(f"{_V1}.trainer_mode", ALIAS, text, only=("separate_async",), to=_separate_async)
-    text = f"{_ASYNC} on the same devices in turns"
-    yield Row(f"{_V1}.trainer_mode", FEATURE, text, "Write sync or separate_async", only=("colocate_async",))
+    yield Row(f"{_V1}.trainer_mode", ALIAS, text, only=("separate_async",), to=_asynchronous)
+    text = "one step ahead on the same devices in turns: `async_training.mode=colocate_async`"
+    yield Row(f"{_V1}.trainer_mode", ALIAS, text, only=("colocate_async",), to=_asynchronous)
     yield Row(f"{_V1}.trainer_mode", ACCEPTED, "there is the mode sync", "write sync", accepts=("sync",))
     for name, text in {
+        "colocate_async.num_warmup_batches": "batches sent ahead: `async_training.staleness_threshold`",
         "separate_async.num_warmup_batches": "prompts sent ahead: `async_training.staleness_threshold`",
         "separate_async.parameter_sync_step": "mini-batches of an update: `async_training.require_batches`",
         "sampler.max_off_policy_threshold": "`async_training.max_off_policy_threshold`",
         "sampler.max_off_policy_strategy": "work is paced, so none is too old, and none is dropped",
     }.items():
-        yield Row(f"{_V1}.{name}", ALIAS, text, to=_separate_async)
+        yield Row(f"{_V1}.{name}", ALIAS, text, to=_asynchronous)
     for name in ("separate_async.hybrid_rollout", "separate_async.enable_switch"):
         text = "lends devices of the trainer to the rollout while they are idle, which this version does not do"
         yield Row(f"trainer.v1.{name}", REFUSED, text, "write enable_switch=false", accepts=(False,))
     yield Row("separate_async.enable_switch", REFUSED, text, "write false", accepts=(False,))
-    text = f"{_ASYNC} on the same devices in turns"
-    yield Row(f"{_V1}.colocate_async", FEATURE, text, "Write trainer.v1.trainer_mode=sync alone")
     text = "a sampler of trajectories of the user's own"
     yield Row(f"{_V1}.sampler", FEATURE, text, "Remove it: groups are trained in the order in which they finish")
     yield Row("ray_kwargs.ray_init", ACCEPTED, "any argument of `ray.init`, passed on", is_ours=True)

@@ -97,7 +97,7 @@ def worker_arguments(config: DictConfig, run: RunConfig, role: Role, actor_cls: 
     if role == Role.ActorRollout:
         node = run.actor_rollout_ref
         with_reference = node.actor.holds_reference and node.model.lora_rank == 0
-        if node.hybrid_engine:
+        if node.hybrid_engine and run.async_training.replay is None:  # a replay generates nothing
             name = str(Role.ActorRolloutRef if with_reference else role)
         else:
             name = "actor_ref" if with_reference else str(Role.Actor)

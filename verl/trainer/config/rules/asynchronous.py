@@ -6,7 +6,9 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl.base_config import ConfigError, Violation
+from verl.trainer.config.async_training import COLOCATE_ASYNC
 from verl.trainer.config.run_config import RunConfig
+from verl.trainer.config.written import is_written
 from verl.workers.config import RolloutConfig
 
 _ROLE = "actor_rollout_ref"
@@ -16,7 +18,7 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield settings that forbid generating while the trainer trains."""
     options = run.async_training
     if options.replay is not None and not options.is_async:
-        yield Violation("async_training.replay", options.replay, "needs async_training.mode=fully_async: write both")
+        yield Violation("async_training.replay", options.replay, "needs the async_training.mode of its run: write both")
     if not options.is_async:
         return
     if options.replay is not None and not Path(options.replay).is_file():
@@ -27,7 +29,7 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
     if run.data.train_batch_size != wanted:
         expected = f"must be 0, or {_ROLE}.actor.ppo_mini_batch_size x async_training.require_batches = {wanted}"
         yield Violation("data.train_batch_size", run.data.train_batch_size, expected)
-    yield from overlap_rules(run)
+    yield from turn_rules(run) if options.takes_turns else overlap_rules(run)
     if not shared.rollout.calculate_log_probs:
         expected = "must be true: the loss compares with the weights that sampled"
         yield Violation(f"{_ROLE}.rollout.calculate_log_probs", False, expected)
@@ -44,6 +46,23 @@ def async_rules(run: RunConfig) -> Iterator[Violation]:
         yield Violation.unsupported(f"{_ROLE}.rollout.over_sample_rate", shared.rollout.over_sample_rate, expected)
 
 
+def turn_rules(run: RunConfig) -> Iterator[Violation]:
+    """Yield settings under which responses cannot be interrupted on the devices of the trainer."""
+    shared = run.actor_rollout_ref
+    if not shared.hybrid_engine:
+        expected = "must be true: servers and trainer take turns on the same devices; servers on separate devices are "
+        expected += "async_training.mode=fully_async"
+        yield Violation(f"{_ROLE}.hybrid_engine", False, expected)
+    if not shared.rollout.serves:
+        expected = "must be async: only requests can be interrupted"
+        yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
+    updates = run.async_training.trigger_parameter_sync_step
+    if updates != 1:
+        expected = "must be 1: engines that take turns with the trainer get the weights of every update"
+        yield Violation("async_training.trigger_parameter_sync_step", updates, expected)
+    yield from _remax_rules(run)
+
+
 def overlap_rules(run: RunConfig) -> Iterator[Violation]:
     """Yield settings under which no server can generate while the trainer trains; the main trainer takes them."""
     shared = run.actor_rollout_ref
@@ -55,6 +74,10 @@ def overlap_rules(run: RunConfig) -> Iterator[Violation]:
         expected = "must be async: standalone servers answer request by request. Rows without agent_name get one "
         expected += "response each, as in a batch"
         yield Violation(f"{_ROLE}.rollout.mode", shared.rollout.mode, expected)
+    yield from _remax_rules(run)
+
+
+def _remax_rules(run: RunConfig) -> Iterator[Violation]:
     if run.algorithm.adv_estimator == "remax":
         expected = "is not supported: its greedy baselines would come from other weights than the samples: write "
         expected += "another estimator such as rloo, or take the main trainer"
@@ -93,6 +116,8 @@ def complete(config: DictConfig) -> None:
     rollout = OmegaConf.select(config, "rollout") or {}
     prompts, epochs, test_freq = (rollout.get(name) for name in ("total_rollout_steps", "total_epochs", "test_freq"))
     with open_dict(config):
+        if pace.mode == COLOCATE_ASYNC and not is_written("async_training.trigger_parameter_sync_step"):
+            pace.trigger_parameter_sync_step = 1
         if not config.data.train_batch_size:
             config.data.train_batch_size = groups
         if config.trainer.total_training_steps is None and prompts is not None:

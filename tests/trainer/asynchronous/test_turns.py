@@ -1,0 +1,73 @@
+"""Generation and training in turns on the same devices, over loops that answer after a delay."""
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.trainer.asynchronous.test_trainer import GROUPS, STEPS, Loops, collect, make_trainer, numbers
+from tests.trainer.asynchronous.test_trainer import quick_looks as quick_looks
+from verl.experimental.agent_loop.manager import PendingGeneration
+from verl.protocol import DataProto
+from verl.trainer.config.run_config import RunConfig
+
+
+@dataclass
+class Turns(Loops):
+    """Serves between ``go_on`` and ``hold``; what is under way then goes on later."""
+
+    is_awake: bool = False
+    interrupted: int = 0
+
+    def __post_init__(self) -> None:
+        self.servers = None
+
+    def send(self, requests: DataProto) -> PendingGeneration:
+        assert self.is_awake, "the engines sleep"
+        return super().send(requests)
+
+    def go_on(self, step: int) -> None:
+        assert not self.is_awake
+        self.number = self.trained()
+        self.is_awake = True
+
+    def hold(self) -> None:
+        assert self.is_awake
+        self.is_awake = False
+        self.interrupted += len(self.waiting)
+
+
+def turning(folder: Path, seed: int, **options: Any) -> tuple[Any, Turns]:
+    trainer = make_trainer(folder, seed)
+    OmegaConf.update(trainer.config, "async_training", {"mode": "colocate_async", **options})
+    trainer.run_config = RunConfig.parse(trainer.config)
+    loops = Turns(random.Random(seed))
+    loops.trained = lambda: trainer.engine_number
+    trainer.async_rollout_manager = loops
+    trainer._look_after_servers = loops.finish_some
+    return trainer, loops
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_engines_serve_until_an_update_has_its_groups(tmp_path: Path, partial: bool) -> None:
+    interrupted = 0
+    for seed in range(3):
+        trainer, loops = turning(tmp_path, seed, partial_rollout=partial)
+        found = collect(trainer, STEPS)
+        assert sorted(numbers(found)) == list(range(STEPS * GROUPS))
+        assert {metrics["fully_async/versions_behind/max"] for _, _, metrics in found.values()} <= {0.0, 1.0}
+        assert found[STEPS][2]["fully_async/count/current_param_version"] == STEPS - 1
+        assert not loops.is_awake
+        interrupted += loops.interrupted
+    assert bool(interrupted) == partial
+
+
+def test_validation_gives_the_weights_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, loops = turning(tmp_path, 0)
+    monkeypatch.setattr("verl.trainer.ppo.ray_trainer.RayPPOTrainer._validate", lambda self: {"val": 1.0})
+    collect(trainer, 1)
+    assert trainer._validate() == {"val": 1.0} and not loops.is_awake
+    trainer.scheduler.stop()

@@ -1,0 +1,160 @@
+"""Requests that are interrupted between two tokens and go on later, perhaps under other weights."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from verl.utils.numerics.seeding import derive_seed
+from verl.workers.rollout.server import ABORTED, FULL, GenerationRequest, TokenOutput
+
+_CONTINUED = frozenset(
+    ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "logprobs", "stop_token_ids", "ignore_eos")
+)
+"""Sampling parameters that mean the same for a response and for its continuation."""
+_AGAIN_S = 0.1
+"""Pause between two aborts of a request: the first one may reach the server before the request does."""
+
+
+class Hold:
+    """Interrupts the requests of training in a process, and lets them wait until they may go on.
+
+    A request is interrupted if the engine can continue its response as that to a longer prompt. Stop strings, penalties
+    and grammars depend on where the response began: ``begin`` waits for requests that have some.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = asyncio.Event()
+        self._is_over.set()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._under_way: dict[str, Callable[[], None] | None] = {}
+        self._interrupted: set[str] = set()
+        self._held_s = 0.0
+        self._since = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether requests of training have to wait."""
+        return not self._is_over.is_set()
+
+    def clock(self) -> float:
+        """Return monotonic seconds without those in which requests were held."""
+        now = time.monotonic()
+        return now - self._held_s - (now - self._since if self.is_on else 0.0)
+
+    async def wait(self) -> None:
+        """Wait until requests may go on."""
+        await self._is_over.wait()
+
+    async def begin(self) -> None:
+        """Interrupt the requests of training; return once no server has one."""
+        if not self.is_on:
+            self._since = time.monotonic()
+        self._is_over.clear()
+        while self._under_way:
+            for request_id, abort in list(self._under_way.items()):
+                if abort is not None:
+                    self._interrupted.add(request_id)
+                    abort()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AGAIN_S):
+                    await self._is_idle.wait()
+
+    def end(self) -> None:
+        """Let the requests go on."""
+        if self.is_on:
+            self._held_s += time.monotonic() - self._since
+        self._is_over.set()
+
+    def sent(self, request: GenerationRequest, abort: Callable[[], None]) -> None:
+        """Note a request of training that a server gets."""
+        self._under_way[request.request_id] = abort if _can_go_on(request) else None
+        self._is_idle.clear()
+
+    def answered(self, request: GenerationRequest) -> bool:
+        """Note that no server has a request any more; return whether it was interrupted."""
+        self._under_way.pop(request.request_id, None)
+        if not self._under_way:
+            self._is_idle.set()
+        is_interrupted = request.request_id in self._interrupted
+        self._interrupted.discard(request.request_id)
+        return is_interrupted
+
+
+def _can_go_on(request: GenerationRequest) -> bool:
+    """Whether another request can continue the response."""
+    params = dict(request.sampling_params)
+    penalty = params.pop("repetition_penalty", None)
+    return penalty in (None, 1.0) and all(name in _CONTINUED for name, value in params.items() if value is not None)
+
+
+@dataclass
+class Parts:
+    """A response in parts, each sampled after the prompt and the tokens of the parts before it.
+
+    Attributes:
+        request: the request for the whole response.
+        outputs: the parts so far.
+    """
+
+    request: GenerationRequest
+    outputs: list[TokenOutput] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens so far."""
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the response has as many tokens as it may have."""
+        limit = self.request.sampling_params.get("max_tokens")
+        return limit is not None and len(self.token_ids) >= limit
+
+    def rest(self) -> GenerationRequest:
+        """Return the request for the rest of the response.
+
+        The seed depends on the number of tokens so far: an engine numbers the tokens of each request from 0, and one
+        seed would give the same random numbers again.
+        """
+        if not self.outputs:
+            return self.request
+        tokens = self.token_ids
+        params = dict(self.request.sampling_params)
+        if params.get("max_tokens") is not None:
+            params["max_tokens"] -= len(tokens)
+        if tokens and params.get("seed") is not None:
+            params["seed"] = derive_seed(params["seed"], "token", len(tokens))
+        return replace(
+            self.request,
+            prompt_ids=[*self.request.prompt_ids, *tokens],
+            sampling_params=params,
+            request_id=f"{self.request.request_id}.{len(self.outputs)}",
+        )
+
+    def joined(self) -> TokenOutput:
+        """Return the parts as one response, which ends as the last of them; an interrupted one ends at its limit."""
+        parts = self.outputs
+        last = parts[-1]
+        if len(parts) == 1:
+            return last
+        log_probs = [part.log_probs for part in parts if part.log_probs is not None]
+        versions: list[tuple[int, int]] = []
+        for version, count in (pair for part in parts for pair in part.versions):
+            if versions and versions[-1][0] == version:
+                count += versions.pop()[1]
+            versions.append((version, count))
+        expanded = last.expanded_prompt_ids
+        earlier = len(self.token_ids) - len(last.token_ids)
+        return TokenOutput(
+            self.token_ids,
+            [value for values in log_probs for value in values] if len(log_probs) == len(parts) else None,
+            FULL if last.finish_reason == ABORTED else last.finish_reason,
+            versions,
+            parts[0].num_cached_tokens,
+            None if expanded is None else expanded[: len(expanded) - earlier],
+            sum(part.queue_s for part in parts),
+            sum(part.sample_s for part in parts),
+        )
