@@ -5,25 +5,11 @@
 set -euxo pipefail
 
 WORKERS=2
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    WORKERS="$1"
-    shift
-fi
 SAVE_PATH=checkpoints/gsm8k-sft-qwen-2.5-0.5b-instruct-sp2-liger
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    SAVE_PATH="$1"
-    shift
-fi
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}"
+source "$(dirname "$0")/../../sft_settings.sh"
 
-torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_trainer \
-    data.train_files="$DATA_DIR/gsm8k/train.parquet" \
-    data.val_files="$DATA_DIR/gsm8k/test.parquet" \
-    data.prompt_key=extra_info \
-    data.response_key=extra_info \
-    data.prompt_dict_keys='[question]' \
-    data.response_dict_keys='[answer]' \
+torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_trainer "${GSM8K_SFT[@]}" \
     model.partial_pretrain="$MODEL_PATH" \
     model.use_liger=true \
     ulysses_sequence_parallel_size=2 \

@@ -5,17 +5,9 @@
 set -euxo pipefail
 
 WORKERS=2
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    WORKERS="$1"
-    shift
-fi
 SAVE_PATH=checkpoints/multiturn-sft-qwen-2.5-0.5b-instruct-sp2
-if [[ $# -gt 0 && "$1" != *=* ]]; then
-    SAVE_PATH="$1"
-    shift
-fi
-DATA_DIR="${DATA_DIR:-$HOME/data}"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}"
+source "$(dirname "$0")/../../sft_settings.sh"
 
 torchrun --standalone --nproc_per_node="$WORKERS" -m verl.trainer.fsdp_sft_trainer \
     data.train_files="$DATA_DIR/multiturn/train.parquet" \
