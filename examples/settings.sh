@@ -96,5 +96,18 @@ CPU=( # small models in fp32 on one core
     trainer.save_freq=20
     trainer.total_epochs=1000
 )
+SFT_CPU=( # verl.trainer.sft_trainer, the warm-up of a tiny model
+    model.use_remove_padding=true
+    model.enable_gradient_checkpointing=false
+    optim.lr_scheduler_type=cosine
+    optim.lr_warmup_steps_ratio=0.1
+    checkpoint.save_contents='[hf_model]'
+    trainer.device=cpu
+    trainer.logger='[]'
+    trainer.experiment_name=sft
+    trainer.total_epochs=1000
+    trainer.save_freq=1000
+    trainer.max_ckpt_to_keep=1
+)
 
 set -x

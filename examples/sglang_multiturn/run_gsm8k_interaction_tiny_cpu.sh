@@ -8,33 +8,22 @@ STEPS="${STEPS:-30}"
 SFT_STEPS="${SFT_STEPS:-200}"
 TASK=examples/sglang_multiturn/sums
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "$0")/../settings.sh"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
     python3 "$TASK/make_task.py" --save-dir "$OUT_DIR"
-    python3 -m verl.trainer.sft_trainer \
+    python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
         "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
         "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
         data.train_batch_size=64 \
         data.max_length=96 \
         "model.path='$OUT_DIR/model'" \
-        model.use_remove_padding=true \
-        model.enable_gradient_checkpointing=false \
         optim.lr=3e-3 \
-        optim.lr_scheduler_type=cosine \
-        optim.lr_warmup_steps_ratio=0.1 \
-        checkpoint.save_contents='[hf_model]' \
-        trainer.device=cpu \
-        trainer.logger='[]' \
         trainer.project_name=gsm8k_interaction \
-        trainer.experiment_name=sft \
         "trainer.default_local_dir='$OUT_DIR/sft'" \
-        trainer.total_epochs=100 \
         trainer.total_training_steps="$SFT_STEPS" \
-        trainer.save_freq=1000 \
-        trainer.test_freq=100 \
-        trainer.max_ckpt_to_keep=1
+        trainer.test_freq=100
 fi
-source "$(dirname "$0")/../settings.sh"
 
 python3 -m verl.trainer.main_ppo --config-path=examples/sglang_multiturn/config --config-name=gsm8k_multiturn_grpo_w_interaction "${CPU[@]}" \
     algorithm.adv_estimator=grpo \

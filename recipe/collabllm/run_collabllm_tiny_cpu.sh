@@ -9,34 +9,23 @@ SFT_STEPS="${SFT_STEPS:-200}"
 PORT="${PORT:-8018}"
 HERE="$(dirname "$0")"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" USER_BASE_URL="http://127.0.0.1:$PORT"
+source "$HERE/../../examples/settings.sh"
 
 python3 -m "recipe.$(basename "$HERE").tiny.make_task" --save-dir "$OUT_DIR"
 
-python3 -m verl.trainer.sft_trainer \
+python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
     "data.train_files='$OUT_DIR/data/sft.parquet'" \
     data.train_batch_size=64 \
     data.max_length=48 \
     "model.path='$OUT_DIR/model'" \
-    model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=false \
     optim.lr=3e-3 \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    checkpoint.save_contents='[hf_model]' \
-    trainer.device=cpu \
-    trainer.logger='[]' \
     trainer.project_name=collabllm \
-    trainer.experiment_name=sft \
     "trainer.default_local_dir='$OUT_DIR/sft'" \
-    trainer.total_epochs=100 \
-    trainer.total_training_steps="$SFT_STEPS" \
-    trainer.save_freq=1000 \
-    trainer.max_ckpt_to_keep=1
+    trainer.total_training_steps="$SFT_STEPS"
 
 python3 -m "recipe.$(basename "$HERE").tiny.people" --port "$PORT" &
 PEOPLE=$!
 trap 'kill "$PEOPLE" || true' EXIT
-source "$HERE/../../examples/settings.sh"
 
 python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \

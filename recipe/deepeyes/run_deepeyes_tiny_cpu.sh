@@ -9,39 +9,28 @@ STEPS="${STEPS:-20}"
 SFT_STEPS="${SFT_STEPS:-400}"
 JUDGE_PORT="${JUDGE_PORT:-18901}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+source "$HERE/../../examples/settings.sh"
 
 python3 -m "recipe.$(basename "$HERE").textures" --save-dir "$OUT_DIR"
 
-python3 -m verl.trainer.sft_trainer \
+python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
     "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
     data.train_batch_size=32 \
     data.max_token_len_per_gpu=4096 \
     data.max_length=128 \
     "model.path='$OUT_DIR/model'" \
-    model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=false \
     optim.lr=2e-3 \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    checkpoint.save_contents='[hf_model]' \
-    trainer.device=cpu \
-    trainer.logger='[]' \
     trainer.project_name=deepeyes \
-    trainer.experiment_name=sft \
     "trainer.default_local_dir='$OUT_DIR/sft'" \
-    trainer.total_epochs=100 \
     trainer.total_training_steps="$SFT_STEPS" \
-    trainer.save_freq=1000 \
-    trainer.test_freq=100 \
-    trainer.max_ckpt_to_keep=1
+    trainer.test_freq=100
 
 if [ -z "${LLM_AS_A_JUDGE_BASE:-}" ]; then
     export LLM_AS_A_JUDGE_BASE="http://127.0.0.1:$JUDGE_PORT/v1"
     python3 -m "recipe.$(basename "$HERE").exact_judge" --port "$JUDGE_PORT" &
     trap "kill $! || true" EXIT
 fi
-source "$HERE/../../examples/settings.sh"
 
 python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     --config-path="$(realpath "$HERE")/configs" \

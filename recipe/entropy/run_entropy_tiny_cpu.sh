@@ -8,6 +8,7 @@ DATA_DIR="${DATA_DIR:-outputs/quickstart/data}"
 MODEL_PATH="${MODEL_PATH:-$(echo outputs/quickstart/sft/global_step_*/huggingface)}"
 OUT_DIR="${OUT_DIR:-outputs/entropy_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
+source "$HERE/../../examples/settings.sh"
 LOSS="${LOSS:-kl_cov}"
 case "$LOSS" in # a mini-batch here has some thousand tokens, so that the shares of the paper would choose one of them
     kl_cov) OPTIONS=(actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.02 actor_rollout_ref.actor.policy_loss.ppo_kl_coef=1) ;;
@@ -15,7 +16,7 @@ case "$LOSS" in # a mini-batch here has some thousand tokens, so that the shares
     *) OPTIONS=() ;;
 esac
 
-python3 -m "recipe.$(basename "$HERE").main_entropy" \
+python3 -m "recipe.$(basename "$HERE").main_entropy" "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
     algorithm.filter_groups.enable=true \
     algorithm.filter_groups.metric=acc \
@@ -26,33 +27,18 @@ python3 -m "recipe.$(basename "$HERE").main_entropy" \
     data.gen_batch_size=24 \
     data.max_prompt_length=16 \
     data.max_response_length=32 \
-    data.dataloader_num_workers=0 \
     actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.model.use_remove_padding=true \
-    actor_rollout_ref.model.use_prefix_sharing=true \
-    actor_rollout_ref.model.enable_gradient_checkpointing=false \
     actor_rollout_ref.actor.optim.lr=1e-4 \
     actor_rollout_ref.actor.policy_loss.loss_mode="$LOSS" \
     ${OPTIONS[@]+"${OPTIONS[@]}"} \
     actor_rollout_ref.actor.loss_agg_mode=token-mean \
     actor_rollout_ref.actor.ppo_mini_batch_size=8 \
-    actor_rollout_ref.actor.use_dynamic_bsz=true \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048 \
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
-    actor_rollout_ref.rollout.name=vllm \
-    actor_rollout_ref.rollout.dtype=float32 \
     actor_rollout_ref.rollout.n=16 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
-    actor_rollout_ref.rollout.enforce_eager=true \
-    actor_rollout_ref.rollout.calculate_log_probs=true \
-    trainer.device=cpu \
-    trainer.n_gpus_per_node="$WORKERS" \
-    trainer.logger='[]' \
     trainer.project_name=quickstart \
     trainer.experiment_name="entropy_$LOSS" \
     trainer.default_local_dir="$OUT_DIR" \
     trainer.total_training_steps=40 \
-    trainer.total_epochs=1000 \
     trainer.test_freq=5 \
-    trainer.save_freq=20 \
     "$@"

@@ -6,31 +6,24 @@ HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/infigui_tiny_cpu}"
 WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-150}"
+source "$HERE/../../examples/settings.sh"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
     python3 "$HERE/create_dataset.py" --local_save_dir "$OUT_DIR/data"
     python3 examples/tiny_model.py --kind qwen2_5_vl --hidden-size 64 --save-dir "$OUT_DIR/base"
-    python3 -m verl.trainer.sft_trainer \
+    python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
         data.train_files="$OUT_DIR/data/sft_train.parquet" \
         data.train_batch_size=32 \
         data.max_token_len_per_gpu=4096 \
         data.max_length=112 \
         model.path="$OUT_DIR/base" \
-        model.use_remove_padding=true \
-        model.enable_gradient_checkpointing=false \
         optim.lr=2e-3 \
+        optim.lr_scheduler_type=constant \
         optim.lr_warmup_steps_ratio=0.05 \
-        checkpoint.save_contents='[hf_model]' \
-        trainer.device=cpu \
-        trainer.logger='[]' \
         trainer.project_name=infigui-g1 \
-        trainer.experiment_name=sft \
         trainer.default_local_dir="$OUT_DIR/sft" \
-        trainer.total_epochs=100 \
-        trainer.total_training_steps="$SFT_STEPS" \
-        trainer.save_freq=1000
+        trainer.total_training_steps="$SFT_STEPS"
 fi
-source "$HERE/../../examples/settings.sh"
 
 python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=rloo \

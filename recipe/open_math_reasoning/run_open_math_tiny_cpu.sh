@@ -5,31 +5,24 @@ set -euxo pipefail
 HERE="$(dirname "$0")"
 OUT_DIR="${OUT_DIR:-outputs/open_math_tiny_cpu}"
 SFT_STEPS="${SFT_STEPS:-100}"
+source "$(dirname "$0")/../../examples/settings.sh"
 
 python3 -m "recipe.$(basename "$HERE").prepare_nvidia-OpenMathReasoning_sft" --source synthetic --local_save_dir "$OUT_DIR/data"
 python3 -m "recipe.$(basename "$HERE").prepare_eval_dataset" --source synthetic --seed 1 --local_save_dir "$OUT_DIR/data"
 python3 examples/tiny_model.py --save-dir "$OUT_DIR/base"
 
-python3 -m verl.trainer.sft_trainer \
+python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
     data.train_files="$OUT_DIR/data/cot_dataset.parquet" \
     data.train_batch_size=16 \
     data.max_length=160 \
     data.max_token_len_per_gpu=4096 \
     model.path="$OUT_DIR/base" \
-    model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=false \
     optim.lr=3e-3 \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    checkpoint.save_contents='[hf_model]' \
-    trainer.device=cpu \
-    trainer.logger='[]' \
     trainer.project_name=open_math_reasoning \
     trainer.experiment_name=tiny \
     trainer.default_local_dir="$OUT_DIR/sft" \
-    trainer.total_epochs=1000 \
     trainer.total_training_steps="$SFT_STEPS" \
-    trainer.save_freq=1000 \
+    trainer.max_ckpt_to_keep=null \
     "$@"
 
 for model in base "sft/global_step_$SFT_STEPS/huggingface"; do

@@ -9,6 +9,7 @@ SFT_STEPS="${SFT_STEPS:-600}"
 TASK=examples/sglang_multiturn/search_r1_like/lockers
 export SEARCH_PORT="${SEARCH_PORT:-8017}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+source "$(dirname "$0")/../../settings.sh"
 
 python3 "$TASK/make_task.py" --save-dir "$OUT_DIR"
 
@@ -16,64 +17,40 @@ python3 -m verl.tools.retrieval_server --corpus "$OUT_DIR/corpus.jsonl" --index 
 SERVER=$!
 trap 'kill "$SERVER" || true' EXIT
 
-python3 -m verl.trainer.sft_trainer \
+python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
     "data.train_files='$OUT_DIR/data/sft_train.parquet'" \
     "data.val_files='$OUT_DIR/data/sft_test.parquet'" \
     data.train_batch_size=64 \
     data.max_length=96 \
     "model.path='$OUT_DIR/model'" \
-    model.use_remove_padding=true \
-    model.enable_gradient_checkpointing=false \
     optim.lr=3e-3 \
-    optim.lr_scheduler_type=cosine \
-    optim.lr_warmup_steps_ratio=0.1 \
-    checkpoint.save_contents='[hf_model]' \
-    trainer.device=cpu \
-    trainer.logger='[]' \
     trainer.project_name=search \
-    trainer.experiment_name=sft \
     "trainer.default_local_dir='$OUT_DIR/sft'" \
-    trainer.total_epochs=100 \
     trainer.total_training_steps="$SFT_STEPS" \
-    trainer.save_freq=1000 \
-    trainer.test_freq=100 \
-    trainer.max_ckpt_to_keep=1
+    trainer.test_freq=100
 
 python3 -c "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:$SEARCH_PORT/health', timeout=10).read())"
 
 COMMON=(
+    "${CPU[@]}"
     algorithm.adv_estimator=grpo
     "data.train_files='$OUT_DIR/data/train.parquet'"
     "data.val_files='$OUT_DIR/data/test.parquet'"
     data.train_batch_size=16
     data.max_prompt_length=16
     data.max_response_length=128
-    data.dataloader_num_workers=0
-    actor_rollout_ref.model.use_remove_padding=true
-    actor_rollout_ref.model.use_prefix_sharing=true
-    actor_rollout_ref.model.enable_gradient_checkpointing=false
     actor_rollout_ref.actor.optim.lr=3e-4
     actor_rollout_ref.actor.ppo_mini_batch_size=16
-    actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32
-    actor_rollout_ref.rollout.name=vllm
     actor_rollout_ref.rollout.mode=async
-    actor_rollout_ref.rollout.dtype=float32
     actor_rollout_ref.rollout.n=16
-    actor_rollout_ref.rollout.tensor_model_parallel_size=1
-    actor_rollout_ref.rollout.enforce_eager=true
-    actor_rollout_ref.rollout.calculate_log_probs=true
     actor_rollout_ref.rollout.agent.num_workers=1
     actor_rollout_ref.rollout.multi_turn.enable=true
     actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3
     actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=disable
     custom_reward_function.path="$TASK/reward.py"
-    trainer.device=cpu
-    trainer.n_gpus_per_node=1
-    trainer.logger='[]'
     trainer.project_name=search
-    trainer.total_epochs=1000
 )
 
 python3 -m verl.trainer.main_ppo "${COMMON[@]}" \

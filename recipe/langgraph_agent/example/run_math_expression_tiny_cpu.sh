@@ -8,31 +8,21 @@ WORKERS="${WORKERS:-1}"
 SFT_STEPS="${SFT_STEPS:-400}"
 AGENT="${AGENT:-math_expression}"  # or math_expression_endpoint: an agent that reaches the model through the endpoint
 WORDS=($'<tool_call>\n{"name": "calculate", "arguments": {"a": ' ', "b": ' ', "operand": "' $'"}}\n</tool_call>' '\boxed{')  # a token each
+source "$(dirname "$0")/../../../examples/settings.sh"
 
 if [ ! -f "$OUT_DIR/sft/latest_checkpointed_iteration.txt" ]; then
     python3 -m "recipe.$(basename "$HERE").example.create_dataset" --local_save_dir "$OUT_DIR/data" --largest 99 --short --agent "$AGENT" --direct 0.6 --sft_size 4096 --test_size 128
     python3 examples/tiny_model.py --save-dir "$OUT_DIR/base" --seed 1 --words "${WORDS[@]}"
-    python3 -m verl.trainer.sft_trainer \
+    python3 -m verl.trainer.sft_trainer "${SFT_CPU[@]}" \
         data.train_files="$OUT_DIR/data/sft.parquet" \
         data.train_batch_size=64 \
         data.max_length=64 \
         model.path="$OUT_DIR/base" \
-        model.use_remove_padding=true \
-        model.enable_gradient_checkpointing=false \
         optim.lr=3e-3 \
-        optim.lr_scheduler_type=cosine \
-        optim.lr_warmup_steps_ratio=0.1 \
-        checkpoint.save_contents='[hf_model]' \
-        trainer.device=cpu \
-        trainer.logger='[]' \
         trainer.project_name=langgraph_agent \
-        trainer.experiment_name=sft \
         trainer.default_local_dir="$OUT_DIR/sft" \
-        trainer.total_epochs=1000 \
-        trainer.total_training_steps="$SFT_STEPS" \
-        trainer.save_freq=1000
+        trainer.total_training_steps="$SFT_STEPS"
 fi
-source "$(dirname "$0")/../../../examples/settings.sh"
 
 python3 -m verl.trainer.main_ppo "${CPU[@]}" \
     algorithm.adv_estimator=grpo \
