@@ -13,8 +13,10 @@ def drawn(*numbers: int) -> list[tuple[str, JsonObject]]:
     return [("drawn", {"number": number}) for number in numbers]
 
 
-def finished(number: int, version: int, *lengths: int) -> tuple[str, JsonObject]:
-    return "finished", {"number": number, "version": version, "lengths": list(lengths)}
+def finished(number: int, version: int, *lengths: int) -> list[tuple[str, JsonObject]]:
+    """Return an event for each response."""
+    facts: JsonObject = {"number": number, "span": [version, version]}
+    return [("finished", facts | {"sample": at, "length": length}) for at, length in enumerate(lengths or (1,))]
 
 
 def batch(update: int, version: int, *numbers: int) -> tuple[str, JsonObject]:
@@ -25,11 +27,11 @@ def test_the_last_attempt_counts_and_every_prompt_has_a_place() -> None:
     audit = Audit.of(
         events(
             *drawn(0, 1, 2, 3, 4, 5),
-            finished(0, 0),
-            finished(1, 0),
+            *finished(0, 0),
+            *finished(1, 0),
             batch(0, 0, 0, 1),
-            finished(2, 0),
-            finished(3, 1),
+            *finished(2, 0),
+            *finished(3, 1),
             batch(1, 1, 2, 0),  # rolled back
             ("failed", {"number": 4, "reason": "its tool is away"}),
             batch(1, 1, 2, 3),
@@ -46,9 +48,9 @@ def test_distributions_of_what_was_generated_and_of_what_was_trained() -> None:
     audit = Audit.of(
         events(
             *drawn(0, 1, 2),
-            finished(0, 0, 10, 20),
-            finished(1, 0, 30, 40),
-            finished(2, 0, 400, 500),
+            *finished(0, 0, 10, 20),
+            *finished(1, 0, 30, 40),
+            *finished(2, 0, 400, 500),
             ("dropped", {"number": 2, "reason": "it is too old"}),
             batch(0, 0, 0, 1),
             ("scored", {"number": 0, "scores": [0.0, 1.0]}),

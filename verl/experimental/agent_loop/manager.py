@@ -423,8 +423,10 @@ def _placed(prompts: DataProto) -> DataProto:
     """Return the requests with their place in the batch, as ``places_of`` reads it."""
     uids = [str(uid) for uid in prompts.non_tensor_batch.get("uid", range(len(prompts)))]
     placed = prompts.select()
-    tensors_of(placed)["row"] = torch.arange(len(prompts))
-    tensors_of(placed)["sample"] = torch.tensor(sample_numbers(uids), dtype=torch.int64)
+    tensors = tensors_of(placed)
+    tensors["row"] = torch.arange(len(prompts))
+    if "sample" not in tensors.keys():  # a part of a group knows its places
+        tensors["sample"] = torch.tensor(sample_numbers(uids), dtype=torch.int64)
     return placed
 
 

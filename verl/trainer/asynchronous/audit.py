@@ -24,11 +24,13 @@ class _Facts(TypedDict):
     """The facts of the events that are read, each of which has some."""
 
     number: int
+    sample: int
+    span: tuple[int, int]
     update: int
     numbers: list[int]
     version: int
     reason: str
-    lengths: list[int]
+    length: int
     scores: list[float]
 
 
@@ -60,15 +62,16 @@ class Audit:
         """Read the events of a ledger, from its start."""
         audit = cls()
         drawn: set[int] = set()
-        oldest: dict[int, int] = {}
+        oldest: dict[int, dict[int, int]] = {}
+        lengths: dict[int, dict[int, int]] = {}
         newest: dict[int, int] = {}
         for event in events:
             facts = cast(_Facts, event.facts)
             if event.kind == "drawn":
                 drawn.add(facts["number"])
             elif event.kind == "finished":
-                oldest[facts["number"]] = facts["version"]
-                audit.lengths[facts["number"]] = facts.get("lengths", [])
+                oldest.setdefault(facts["number"], {})[facts["sample"]] = facts["span"][0]
+                lengths.setdefault(facts["number"], {})[facts["sample"]] = facts["length"]
             elif event.kind == "scored":
                 audit.scores[facts["number"]] = facts.get("scores", [])
             elif event.kind in ("failed", "filtered", "dropped"):
@@ -76,13 +79,14 @@ class Audit:
             elif event.kind == "batch":
                 audit.updates[facts["update"]] = facts["numbers"]
                 newest[facts["update"]] = facts["version"]
+        audit.lengths = {number: list(of_group.values()) for number, of_group in lengths.items()}
         trained = Counter(number for numbers in audit.updates.values() for number in numbers)
         audit.twice = sorted(number for number, count in trained.items() if count > 1)
         audit.left = sorted(drawn - trained.keys() - audit.reasons.keys())
         known = range(max(drawn | trained.keys(), default=-1) + 1)
         audit.missing = sorted(set(known) - drawn)
         audit.ages = Counter(
-            newest[update] - oldest[number]
+            newest[update] - min(oldest[number].values())
             for update, numbers in audit.updates.items()
             for number in numbers
             if number in oldest

@@ -19,8 +19,9 @@ class _Facts(TypedDict):
     """The facts of the events that are read, each of which has some."""
 
     number: int
-    version: int
-    spans: list[list[int]]
+    sample: int
+    samples: int
+    span: tuple[int, int]
     reason: str
     update: int
     numbers: list[int]
@@ -35,7 +36,8 @@ class History:
         ledger: holds the payloads.
         trusted_classes: classes that payloads may hold besides plain values and tensors.
         batches: the numbers of the groups of each update; the last attempt at an update counts.
-        finished, scored: the event that holds the responses and the scores of a group.
+        finished: the events that hold the responses of a group, by their place in it.
+        scored: the event that holds the scores of a group.
         failed: why a group was given up.
         weights: digests of the weights after each update, one per rank.
     """
@@ -43,11 +45,11 @@ class History:
     ledger: Ledger | LedgerReader
     trusted_classes: tuple[str, ...] = ()
     batches: dict[int, list[int]] = field(default_factory=dict)
-    finished: dict[int, int] = field(default_factory=dict)
+    finished: dict[int, dict[int, int]] = field(default_factory=dict)
     scored: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     weights: dict[int, list[str]] = field(default_factory=dict)
-    _versions: dict[int, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
+    _facts: dict[int, _Facts] = field(default_factory=dict)
 
     @classmethod
     def read(cls, ledger: Ledger | LedgerReader, after: int, trusted_classes: Iterable[str]) -> "History":
@@ -64,42 +66,50 @@ class History:
             elif event.kind == "scored":
                 history.scored[facts["number"]] = event.seq
             else:
-                history.finished[facts["number"]] = event.seq
-                spans = [(oldest, newest) for oldest, newest in facts["spans"]]
-                history._versions[facts["number"]] = facts["version"], spans
+                history.finished.setdefault(facts["number"], {})[facts["sample"]] = event.seq
+                history._facts[event.seq] = facts
         return history
 
-    def restore(self, group: Group) -> bool:
-        """Give a group its recorded responses and scores; return whether there are any."""
-        seq = self.finished.get(group.number)
-        if seq is None:
-            return False
-        version = self._versions[group.number]
-        group.version = version[0]
-        group.spans = version[1]
-        output = unpacked(self.ledger.payload(seq), f"event {seq} of the ledger", self.trusted_classes)
-        uids = output.non_tensor_batch["uid"].tolist()
-        if set(uids) != set(group.prepared.non_tensor_batch["uid"].tolist()):
-            raise WrongInput(
-                f"the ledger has responses to another prompt as number {group.number} of the data: the data, "
-                "trainer.seed or data.seed have changed since. Restore them, or give the run another folder"
-            )
-        check_samples(group, output)
+    def num_finished(self) -> tuple[int, int]:
+        """Return how many groups have finished, and how many responses of groups that have not."""
+        whole = 0
+        rest = 0
+        for seqs in self.finished.values():
+            is_whole = len(seqs) == self._facts[min(seqs.values())]["samples"]
+            whole += is_whole
+            rest += 0 if is_whole else len(seqs)
+        return whole, rest
+
+    def restore(self, group: Group) -> None:
+        """Give a group its recorded responses."""
+        for place, seq in self.finished.get(group.number, {}).items():
+            response = unpacked(self.ledger.payload(seq), f"event {seq} of the ledger", self.trusted_classes)
+            if set(response.non_tensor_batch["uid"].tolist()) != set(group.prepared.non_tensor_batch["uid"].tolist()):
+                raise WrongInput(
+                    f"the ledger has responses to another prompt as number {group.number} of the data: the data, "
+                    "trainer.seed or data.seed have changed since. Restore them, or give the run another folder"
+                )
+            check_samples(group, self._facts[seq]["samples"])
+            oldest, newest = self._facts[seq]["span"]
+            group.spans[place] = oldest, newest
+            group.responses[place] = response
+
+    def add_scores(self, group: Group) -> None:
+        """Give the responses of a group their recorded scores, if there are any."""
         scores = self.scored.get(group.number)
-        if scores is not None:
-            tensors_of(output)["rm_scores"] = torch.load(io.BytesIO(self.ledger.payload(scores)), weights_only=True)
-        group.output = output
-        return True
+        if scores is not None and group.output is not None:
+            content = io.BytesIO(self.ledger.payload(scores))
+            tensors_of(group.output)["rm_scores"] = torch.load(content, weights_only=True)
 
 
-def check_samples(group: Group, output: DataProto) -> None:
-    """Refuse kept responses of another number than the run asks for.
+def check_samples(group: Group, count: int) -> None:
+    """Refuse kept responses of a group of another size than the run asks for.
 
     Raises: WrongInput.
     """
-    if len(output) != len(group.requests):
+    if count != len(group.requests):
         raise WrongInput(
-            f"prompt {group.number} of the data has {len(output)} kept responses, and the run asks for "
+            f"prompt {group.number} of the data has {count} kept responses, and the run asks for "
             f"{len(group.requests)}: restore actor_rollout_ref.rollout.n, or give the run another folder"
         )
 

@@ -19,6 +19,7 @@ _NUMBER = "__number__"
 _VERSION = "__version__"
 _SPANS = "__spans__"
 _OUTPUT = "__output__"
+_RESPONSES = "__responses__"
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Progress:
         stale_trajectories: responses of which that is true.
         failed: groups that were given up because their agent loops failed.
         dropped: groups that were too old to be trained.
+        restarted: responses that were under way when the run ended, and were sampled again.
         trained_number: the engine's number of the weights at the checkpoint.
         ledger_seq: events of the ledger at the checkpoint.
     """
@@ -50,6 +52,7 @@ class Progress:
     stale_trajectories: int = 0
     failed: int = 0
     dropped: int = 0
+    restarted: int = 0
     trained_number: int = 0
     ledger_seq: int = 0
 
@@ -79,13 +82,14 @@ def response_lengths(output: DataProto) -> list[int]:
 
 
 def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> None:
-    """Write the groups to the folder of a checkpoint, the finished ones with their responses."""
+    """Write the groups to the folder of a checkpoint with the responses that are there."""
     rows = DataProto.concat([group.prepared for group in groups]) if groups else DataProto()
     rows = rows.select()
     if groups:
         rows.non_tensor_batch[_NUMBER] = np.array([group.number for group in groups])
         rows.non_tensor_batch[_VERSION] = np.array([group.version for group in groups])
-        rows.non_tensor_batch[_SPANS] = object_array([group.spans for group in groups])
+        rows.non_tensor_batch[_SPANS] = object_array([dict(group.spans) for group in groups])
+        rows.non_tensor_batch[_RESPONSES] = object_array([dict(group.responses) for group in groups])
         rows.non_tensor_batch[_OUTPUT] = object_array([group.output for group in groups])
     rows.meta_info = {_PROGRESS: asdict(progress)}
     write_file(folder, FILE_NAME, lambda file: pickle.dump(rows, file, protocol=5))
@@ -113,6 +117,7 @@ def load_groups(
     numbers = rows.non_tensor_batch.pop(_NUMBER).tolist()
     versions = rows.non_tensor_batch.pop(_VERSION).tolist()
     spans = rows.non_tensor_batch.pop(_SPANS)
+    responses = rows.non_tensor_batch.pop(_RESPONSES)
     outputs = rows.non_tensor_batch.pop(_OUTPUT)
     groups = []
     for at, number in enumerate(numbers):
@@ -120,5 +125,6 @@ def load_groups(
         group.version = versions[at]
         group.spans = spans[at]
         group.output = outputs[at]
+        group.responses = {} if group.output is not None else responses[at]
         groups.append(group)
     return groups, progress

@@ -15,8 +15,8 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
 
     Args: ``newest`` is the version that the servers had when the groups were taken.
     """
-    oldest = np.array([first for group in taken for first, _ in group.spans])
-    span = np.array([last - first for group in taken for first, last in group.spans])
+    oldest = np.array([first for group in taken for first, _ in group.spans.values()])
+    span = np.array([last - first for group in taken for first, last in group.spans.values()])
     stale = oldest < newest
     progress.stale_groups += sum(group.version < newest for group in taken)
     progress.stale_trajectories += int(stale.sum())
@@ -31,6 +31,7 @@ def group_metrics(taken: Sequence[Group], newest: int, progress: Progress) -> Me
         "fully_async/count/current_param_version": float(newest),
         "fully_async/count/dropped_stale_samples": float(progress.dropped),
         "fully_async/count/failed_samples": float(progress.failed),
+        "fully_async/count/restarted_samples": float(progress.restarted),
         "fully_async/partial/total_partial_num": float((span > 0).sum()),
         "fully_async/partial/partial_ratio": float((span > 0).mean()) if span.size else 0.0,
         "fully_async/partial/max_partial_span": float(span.max(initial=0)),

@@ -4,7 +4,7 @@ import io
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from verl.utils.json_types import JsonObject
 from verl.utils.observe.digest import tensor_digest
 
 logger = logging.getLogger(__name__)
+
+
+class _Facts(TypedDict):
+    """The facts of the events that are read, each of which has some."""
+
+    number: int
+    sample: int
+    seeds: list[int]
+
 
 NAME = "ledger.sqlite"
 SEGMENT = "ledger_segment.sqlite"
@@ -89,23 +98,44 @@ class RunRecord:
             return
         self.history = History.read(self._ledger, seq, trusted_classes)
 
-    def tell_resumed(self, step: int) -> None:
-        """Say and record what is repeated and taken over."""
+    def tell_resumed(self, step: int) -> int:
+        """Say and record what is repeated and taken over; return how many responses start again."""
         if self._ledger is None or not self._ledger.last_seq:
-            return
+            return 0
         history = self.history
+        finished, responses = history.num_finished()
+        restarted = self._under_way(self._ledger)
         facts: JsonObject = {
             "step": step,
             "updates": sorted(history.batches),
-            "finished": len(history.finished),
+            "finished": finished,
+            "responses": responses,
+            "restarted": restarted,
             "failed": len(history.failed),
         }
         self._ledger.append("resumed", facts)
         logger.info(
             "ledger: the run goes on after update %d, repeats %d updates with their recorded batches, and takes over "
-            "%d finished groups and %d that had failed",
-            *(step, len(history.batches), len(history.finished), len(history.failed)),
+            "%d finished groups, %d responses of unfinished groups, and %d groups that had failed; %d responses that "
+            "were under way start again",
+            *(step, len(history.batches), finished, responses, len(history.failed), restarted),
         )
+        return restarted
+
+    @staticmethod
+    def _under_way(ledger: Ledger) -> int:
+        """Return how many responses were under way at the end of a ledger."""
+        sent: dict[int, int] = {}
+        ended: set[tuple[int, int]] = set()
+        for event in ledger.events("sent", "finished", "failed"):
+            facts = cast(_Facts, event.facts)
+            if event.kind == "sent":
+                sent[facts["number"]] = len(facts["seeds"])
+            elif event.kind == "finished":
+                ended.add((facts["number"], facts["sample"]))
+            else:
+                sent.pop(facts["number"], None)
+        return sum((number, place) not in ended for number, count in sent.items() for place in range(count))
 
     # ---- events
 
@@ -120,15 +150,14 @@ class RunRecord:
         seeds = group.seeds.tolist()
         self._append("sent", {"number": group.number, "version": group.version, "update": update, "seeds": seeds})
 
-    def finished(self, group: Group) -> None:
-        """Record the responses of a group."""
-        assert group.output is not None
-        attempts = group.output.meta_info["attempts"]
-        servers = sorted({name for line in attempts for name in line.get("servers", ())})
-        facts: JsonObject = {"number": group.number, "version": group.version, "servers": servers}
-        facts["spans"] = [list(span) for span in group.spans]
-        facts["lengths"] = list(response_lengths(group.output))
-        self._append("finished", facts, packed(group.output))
+    def finished(self, group: Group, place: int) -> None:
+        """Record the response at a place of a group."""
+        response = group.responses[place]
+        servers = sorted({name for line in response.meta_info["attempts"] for name in line.get("servers", ())})
+        facts: JsonObject = {"number": group.number, "sample": place, "samples": len(group.requests)}
+        facts |= {"span": list(group.spans[place]), "servers": servers}
+        facts["length"] = response_lengths(response)[0]
+        self._append("finished", facts, packed(response))
 
     def failed(self, group: Group, reason: str) -> None:
         """Record why a group is given up."""

@@ -1,5 +1,6 @@
 """Groups of responses on their way from the data to an update: sent, finished, and taken in the order of the pace."""
 
+import functools
 import queue
 import threading
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from verl.experimental.agent_loop.manager import PendingGeneration
+from verl.experimental.agent_loop.manager import PendingGeneration, joined_answers
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.pacing import Pace, Waiting
 from verl.utils.json_types import Json
@@ -34,9 +35,10 @@ class Group:
         version: version of the weights that the servers had when it was sent; once it has finished, the oldest version
             that sampled one of its tokens.
         spans: the oldest and the newest version that sampled a token of each response.
-        pending: the call of an agent loop worker that generates them.
+        pending: the call of an agent loop worker for each response that is under way, by its place in the group.
+        responses: those that are there while others are under way, by their place in the group.
         sent_at: when it was sent, in monotonic seconds.
-        output: the responses, once they are there.
+        output: the responses, once all of them are there.
     """
 
     number: int
@@ -46,16 +48,33 @@ class Group:
     requests: DataProto
     seeds: torch.Tensor
     version: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    pending: PendingGeneration | None = None
+    spans: dict[int, tuple[int, int]] = field(default_factory=dict)
+    pending: dict[int, PendingGeneration] = field(default_factory=dict)
+    responses: dict[int, DataProto] = field(default_factory=dict)
     sent_at: float = 0.0
     output: DataProto | None = None
 
+    @property
+    def missing(self) -> list[int]:
+        """The places of the responses that are not there."""
+        return [place for place in range(len(self.requests)) if place not in self.responses]
 
-Send = Callable[[Group], "Future[DataProto]"]
-"""Sends the requests of a group; the future ends when its responses are there."""
-Receive = Callable[[Group], bool]
-"""Takes the responses of a group; returns whether the group can be trained. Raises what has ended it."""
+    def join(self) -> DataProto:
+        """Make the output of the responses, all of which are there, and return it."""
+        parts = [self.responses[place].select() for place in range(len(self.requests))]
+        self.version = min(oldest for oldest, _ in self.spans.values())
+        self.output = joined_answers(parts)
+        self.responses = {}  # another thread may write the old ones to a checkpoint
+        return self.output
+
+
+Send = Callable[[Group], "dict[int, Future[DataProto]]"]
+"""Sends the requests of the missing responses of a group; a future ends when the response of its place is there."""
+Receive = Callable[[Group, int], bool | None]
+"""Takes the response of a place; returns whether its group can be trained, None while others are under way.
+
+Raises: what has ended it.
+"""
 
 Drop = Callable[[Group], None]
 """Notes that a group is dropped, because it is too old."""
@@ -86,12 +105,12 @@ class Scheduler:
     _backlog: "deque[Group]" = field(default_factory=deque)
     _in_flight: dict[int, Group] = field(default_factory=dict)
     _finished: dict[int, Group] = field(default_factory=dict)
-    _events: "queue.SimpleQueue[tuple[Group, Future[DataProto]] | None]" = field(default_factory=queue.SimpleQueue)
+    _events: "queue.SimpleQueue[tuple[Group, int, Future[DataProto]] | None]" = field(default_factory=queue.SimpleQueue)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _ended: list[Span] = field(default_factory=list)
     _is_held: bool = False
     _last_change: float = 0.0
-    _failed: Group | None = None
+    _failed: tuple[Group, int] | None = None
     _error: BaseException | None = None
     _thread: threading.Thread | None = None
 
@@ -215,8 +234,8 @@ class Scheduler:
         if self._error is not None:
             raise self._error
         if self._failed is not None:
-            self.receive(self._failed)  # which raises it with the names of the actors
-            raise RuntimeError(f"the responses to prompt {self._failed.number} of the data were lost")
+            self.receive(*self._failed)  # which raises it with the names of the actors
+            raise RuntimeError(f"the responses to prompt {self._failed[0].number} of the data were lost")
 
     def _choose(self) -> list[int] | None:
         finished = list(self._finished.values())
@@ -245,14 +264,14 @@ class Scheduler:
                 self._error = error
                 self._changed.notify_all()
 
-    def _take_in(self, group: Group, answer: "Future[DataProto]") -> bool:
-        """Take the answer to a group; return whether there was one."""
-        is_trained = answer.exception() is None and self.receive(group)
+    def _take_in(self, group: Group, place: int, answer: "Future[DataProto]") -> bool:
+        """Take the answer to a request of a group; return whether there was one."""
+        is_trained = None if answer.exception() is not None else self.receive(group, place)
         with self._changed:
             self._last_change = time.monotonic()
             if answer.exception() is not None:
-                self._failed = group
-            else:
+                self._failed = group, place
+            elif is_trained is not None:
                 del self._in_flight[group.number]
                 self._ended.append(_span_of(group))
                 if is_trained:
@@ -264,11 +283,14 @@ class Scheduler:
     def _send_what_fits(self) -> None:
         while self._backlog and len(self._in_flight) < self.most_in_flight and not self._is_held:
             group = self._backlog.popleft()
-            group.version = self.version
+            group.version = min([self.version, *(oldest for oldest, _ in group.spans.values())])
             group.sent_at = time.monotonic()
             self._in_flight[group.number] = group
-            answer = self.send(group)
-            answer.add_done_callback(lambda ended, group=group: self._events.put((group, ended)))  # type: ignore[misc]
+            for place, answer in self.send(group).items():
+                answer.add_done_callback(functools.partial(self._ended_with, group, place))
+
+    def _ended_with(self, group: Group, place: int, answer: "Future[DataProto]") -> None:
+        self._events.put((group, place, answer))
 
 
 def _span_of(group: Group) -> Span:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import torch
+
 from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
@@ -46,7 +48,7 @@ class AsyncTrainer(RayPPOTrainer):
     its groups, the other responses are interrupted, and go on under the new weights after the update.
 
     A checkpoint holds the groups that are drawn and not trained: the finished ones with their responses, the others to
-    be sampled anew, with the same seeds.
+    be sampled anew, with the same seeds, but for the responses that are there.
     """
 
     _may_end_before = ()  # a checkpoint of the last step would need the groups of this one
@@ -291,11 +293,13 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _is_wanted(self, group: Group) -> bool:
         """Give a group what the ledger has of it; return whether it can be trained."""
-        if self.record.history.restore(group):
-            assert group.output is not None
-            self.progress.add_generated(group.output)
+        history = self.record.history
+        if group.number in history.failed:
+            return False
+        history.restore(group)
+        if group.missing:
             return True
-        return group.number not in self.record.history.failed
+        return self._completed(group)
 
     def _group(self, number: int, prepared: DataProto) -> Group:
         """Return the group of a prompt, which is still to be sent."""
@@ -322,23 +326,33 @@ class AsyncTrainer(RayPPOTrainer):
             state.step = step
             state.prompts_drawn = drawn
 
-    def _send(self, group: Group) -> "Future[DataProto]":
-        """Send the requests of a group to agent loops."""
-        requests = group.requests.select()
-        requests.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
+    def _send(self, group: Group) -> "dict[int, Future[DataProto]]":
+        """Send the requests of the missing responses of a group to agent loops."""
         self.record.sent(group, self.scheduler.next_update)
-        group.pending = self._loops.send(requests)
-        answer: Future[DataProto] = group.pending.refs[0].future()
-        return answer
+        answers: dict[int, Future[DataProto]] = {}
+        for place in group.missing:
+            request = group.requests[place : place + 1]
+            request.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
+            tensors_of(request)["sample"] = torch.tensor([place])
+            group.pending[place] = self._loops.send(request)
+            answers[place] = group.pending[place].refs[0].future()
+        return answers
 
-    def _receive(self, group: Group) -> bool:
-        """Take the responses of a group; return whether it can be trained, which a failed one cannot.
+    def _receive(self, group: Group, place: int) -> bool | None:
+        """Take a response of a group; return whether the group can be trained, which a failed one cannot.
 
         Raises: RuntimeError if a server has answered by weights that the trainer has not sent.
         """
-        assert group.pending is not None
-        output = self._loops.receive(group.pending)
-        group.pending = None
+        response = self._loops.receive(group.pending[place])
+        group.pending.pop(place)
+        group.spans[place] = self._span(*_engine_versions(response), group.version)
+        group.responses[place] = moved(response, self._moved)
+        self.record.finished(group, place)
+        return None if group.missing else self._completed(group)
+
+    def _completed(self, group: Group) -> bool:
+        """Join the responses of a group; return whether it can be trained."""
+        output = group.join()
         dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
         is_replaced = any(line["outcome"] == REPLACED for line in output.meta_info["attempts"])
         if is_replaced or (dropped is not None and dropped.astype(bool).all()):
@@ -355,10 +369,7 @@ class AsyncTrainer(RayPPOTrainer):
                 )
             return False
         self._failed_in_a_row = 0
-        group.spans = [self._span(*span, group.version) for span in _engine_versions(output)]
-        group.version = min(first for first, _ in group.spans)
-        group.output = moved(output, self._moved)
-        self.record.finished(group)
+        self.record.history.add_scores(group)
         self.progress.add_generated(output)
         return True
 
@@ -445,9 +456,9 @@ class AsyncTrainer(RayPPOTrainer):
             self.record.resume(self.state.step, self.progress.ledger_seq, path.with_name(SEGMENT), trusted)
             for group in groups:
                 if group.output is not None:
-                    check_samples(group, group.output)
+                    check_samples(group, len(group.output))
             self._unsent.extend(group for group in groups if group.output is not None or self._is_wanted(group))
-        self.record.tell_resumed(self.state.step)
+        self.progress.restarted += self.record.tell_resumed(self.state.step)
         return step
 
 
@@ -469,12 +480,8 @@ def _without_reports(output: DataProto) -> DataProto:
     return output
 
 
-def _engine_versions(output: DataProto) -> list[tuple[int | None, int | None]]:
-    """Return the oldest and the newest of the engine's versions that sampled a token of each row."""
-    meta = output.meta_info
-    oldest: list[int | None] = meta["versions"]
-    newest = [
-        max((version for version, count in of_row if count), default=first)
-        for of_row, first in zip(meta["sampled_by"], oldest, strict=True)
-    ]
-    return list(zip(oldest, newest, strict=True))
+def _engine_versions(response: DataProto) -> tuple[int | None, int | None]:
+    """Return the oldest and the newest of the engine's versions that sampled a token of a response."""
+    (oldest,) = response.meta_info["versions"]
+    (sampled_by,) = response.meta_info["sampled_by"]
+    return oldest, max((version for version, count in sampled_by if count), default=oldest)
