@@ -3,49 +3,23 @@
 # 12 nodes of 8 GPUs with 96 GB.
 # The hub holds the weights in FP8: MODEL_PATH must name a copy in bf16.
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
-set -euxo pipefail
+set -euo pipefail
 
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
-MODEL_PATH="${MODEL_PATH:-deepseek-ai/DeepSeek-V3-0324-BF16}"
-CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DeepSeek-V3-0324}"
-NNODES="${NNODES:-12}"
-
-max_prompt_length=2048
-max_response_length=8192
-source "$(dirname "$0")/../settings.sh"
-
-python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer "${DAPO[@]}" "${DAPO_MATH[@]}" \
-    data.max_response_length=$max_response_length \
+export MODEL_PATH="${MODEL_PATH:-deepseek-ai/DeepSeek-V3-0324-BF16}"
+export CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/DAPO/DeepSeek-V3-0324}"
+export NNODES="${NNODES:-12}"
+bash "$(dirname "$0")/../../recipe/dapo/test_dapo_7b_math_megatron.sh" \
     data.train_batch_size=480 \
     data.trust_remote_code=true \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.clip_ratio_low=0.2 \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
     actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=12 \
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
     +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=6 \
     actor_rollout_ref.actor.megatron.param_offload=true \
     actor_rollout_ref.actor.megatron.optimizer_offload=true \
     actor_rollout_ref.actor.megatron.grad_offload=true \
-    actor_rollout_ref.rollout.temperature=1.0 \
     actor_rollout_ref.rollout.tensor_model_parallel_size=32 \
-    actor_rollout_ref.rollout.max_num_batched_tokens="$((max_prompt_length + max_response_length))" \
-    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
     actor_rollout_ref.ref.megatron.param_offload=true \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=true \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.log=false \
-    +reward_model.reward_kwargs.max_resp_len=$max_response_length \
-    trainer.project_name=DAPO \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1 \
     trainer.experiment_name=deepseek671b_math_megatron_96gb \
-    trainer.default_local_dir="$CKPTS_DIR" \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes="$NNODES" \
-    trainer.test_freq=10 \
-    trainer.save_freq=10 \
-    trainer.total_epochs=10 \
-    trainer.total_training_steps=200 \
-    actor_rollout_ref.model.use_remove_padding=false \
     "$@"

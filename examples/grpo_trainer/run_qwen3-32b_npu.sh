@@ -1,27 +1,14 @@
 #!/usr/bin/env bash
 # GRPO: Qwen3-32B on GSM8K, each sequence shared by four devices (Ulysses), two nodes of 16 Ascend devices with 64 GB.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-set -euxo pipefail
+set -euo pipefail
 
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-32B}"
-source "$(dirname "$0")/../settings.sh"
-
-python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" "${OFFLOAD[@]}" "${GSM8K[@]}" \
-    data.train_batch_size=1024 \
-    data.max_prompt_length=512 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
+export MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-32B}"
+bash "$(dirname "$0")/run_qwen2_5_32b_grpo_npu.sh" \
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=8 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.5 \
     actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8 \
     actor_rollout_ref.ref.ulysses_sequence_parallel_size=4 \
-    trainer.project_name=verl_grpo \
     trainer.experiment_name=qwen3-32b_npu \
-    trainer.device=npu \
-    trainer.n_gpus_per_node=16 \
-    trainer.nnodes=2 \
     "$@"

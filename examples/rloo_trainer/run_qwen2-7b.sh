@@ -1,26 +1,13 @@
 #!/usr/bin/env bash
 # RLOO: Qwen2-7B-Instruct on GSM8K, one node of 8 GPUs.
 # Data first: python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
-set -euxo pipefail
+set -euo pipefail
 
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2-7B-Instruct}"
-source "$(dirname "$0")/../settings.sh"
-
-python3 -m verl.trainer.main_ppo "${RUN[@]}" "${GRPO[@]}" "${GSM8K[@]}" \
+export MODEL_PATH="${MODEL_PATH:-Qwen/Qwen2-7B-Instruct}"
+bash "$(dirname "$0")/../grpo_trainer/run_deepseek7b_llm.sh" \
     algorithm.adv_estimator=rloo \
     algorithm.use_kl_in_reward=true \
-    data.train_batch_size=1024 \
-    data.max_prompt_length=512 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
-    actor_rollout_ref.actor.ppo_mini_batch_size=256 \
     actor_rollout_ref.actor.use_kl_loss=false \
-    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
-    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
-    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=160 \
-    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=160 \
     trainer.project_name=verl_rloo \
     trainer.experiment_name=qwen2-7b \
-    trainer.n_gpus_per_node=8 \
     "$@"

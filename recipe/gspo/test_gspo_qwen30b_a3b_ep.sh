@@ -1,54 +1,26 @@
 #!/usr/bin/env bash
 # GSPO with a mixture of experts on Megatron-Core, experts over 8 GPUs: Qwen3-30B-A3B-Base on DAPO-Math-17k, 4 nodes of 8 GPUs with 80 GB.
 # Data first: bash recipe/dapo/prepare_dapo_data.sh
-set -euxo pipefail
+set -euo pipefail
 
 RAY_DATA_HOME="${RAY_DATA_HOME:-$HOME/verl}"
-MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B-Base}"
-CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/GSPO/GSPO-Qwen3-30B-A3B-Base}"
-NNODES="${NNODES:-4}"
-ROLLOUT_NAME="${ROLLOUT_NAME:-vllm}"
-ROLLOUT_MODE="${ROLLOUT_MODE:-async}"
-
-max_prompt_length=2048
-max_response_length=8192
-source "$(dirname "$0")/../../examples/settings.sh"
-
-python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer "${DAPO[@]}" "${DAPO_MATH[@]}" \
-    data.max_response_length=$max_response_length \
+export MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B-Base}"
+export CKPTS_DIR="${CKPTS_DIR:-$RAY_DATA_HOME/ckpts/GSPO/GSPO-Qwen3-30B-A3B-Base}"
+export NNODES="${NNODES:-4}"
+export ENGINE="${ROLLOUT_NAME:-vllm}"
+bash "$(dirname "$0")/../dapo/test_dapo_7b_math_megatron.sh" \
     data.train_batch_size=256 \
-    actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.actor.policy_loss.loss_mode=gspo \
     actor_rollout_ref.actor.clip_ratio_low=0.0003 \
     actor_rollout_ref.actor.clip_ratio_high=0.0004 \
     actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean \
-    actor_rollout_ref.actor.optim.lr=1e-6 \
     actor_rollout_ref.actor.ppo_mini_batch_size=64 \
-    actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
-    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 \
     actor_rollout_ref.actor.megatron.param_offload=true \
     actor_rollout_ref.actor.megatron.grad_offload=true \
     actor_rollout_ref.actor.megatron.optimizer_offload=true \
-    actor_rollout_ref.rollout.mode="$ROLLOUT_MODE" \
-    actor_rollout_ref.rollout.temperature=1.0 \
-    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \
-    actor_rollout_ref.rollout.max_num_batched_tokens="$((max_prompt_length + max_response_length))" \
-    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu="$(((max_prompt_length + max_response_length) * 2))" \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.enable=true \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.len=4096 \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0 \
-    +reward_model.reward_kwargs.overlong_buffer_cfg.log=false \
-    +reward_model.reward_kwargs.max_resp_len=$max_response_length \
+    actor_rollout_ref.rollout.mode="${ROLLOUT_MODE:-async}" \
     trainer.project_name=verl_gspo \
     trainer.experiment_name=gspo_qwen3_30b_a3b_ep \
-    trainer.default_local_dir="$CKPTS_DIR" \
-    trainer.n_gpus_per_node=8 \
-    trainer.nnodes="$NNODES" \
-    trainer.test_freq=10 \
-    trainer.save_freq=10 \
-    trainer.total_epochs=10 \
-    trainer.total_training_steps=200 \
-    actor_rollout_ref.model.use_remove_padding=false \
     "$@"
