@@ -1,8 +1,12 @@
 """The asynchronous trainer over loops that answer by the seed of the request, after a delay."""
 
+import json
 import random
+import sqlite3
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +16,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from verl.errors import WrongInput
+from verl.errors import LedgerError, WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.history import packed, unpacked
 from verl.trainer.asynchronous.kept import FILE_NAME, load_groups
 from verl.trainer.asynchronous.ledger import LedgerReader
 from verl.trainer.asynchronous.record import SEGMENT
@@ -381,6 +386,46 @@ def test_a_replay_follows_the_ledger_and_finds_other_weights(tmp_path: Path) -> 
     longer.async_rollout_manager, longer.state.total_steps = None, STEPS + 1
     with pytest.raises(loaders.EndOfDataError, match=f"no batch of update {STEPS}"):
         collect(longer, STEPS + 1)
+
+
+def last_finished(connection: sqlite3.Connection) -> tuple[int, bytes]:
+    return connection.execute("SELECT seq, payload FROM events WHERE kind = 'finished' ORDER BY seq DESC").fetchone()
+
+
+def change_token(connection: sqlite3.Connection) -> int:
+    seq, payload = last_finished(connection)
+    output = unpacked(payload, "the test", ())
+    output.batch["responses"][0, 0] += 1
+    connection.execute("UPDATE events SET payload = ? WHERE seq = ?", (packed(output), seq))
+    return seq
+
+
+def change_version(connection: sqlite3.Connection) -> int:
+    seq, _ = last_finished(connection)
+    change = "json_set(facts, '$.span[0]', json_extract(facts, '$.span[0]') - 1)"
+    connection.execute(f"UPDATE events SET facts = {change} WHERE seq = ?", (seq,))
+    return seq
+
+
+def change_order(connection: sqlite3.Connection) -> int:
+    query = "SELECT seq, facts FROM events WHERE kind = 'batch' ORDER BY seq"
+    (seq, facts), (later, of_later) = connection.execute(query).fetchmany(2)
+    swapped = [json.loads(each) for each in (facts, of_later)]
+    swapped[0]["numbers"], swapped[1]["numbers"] = swapped[1]["numbers"], swapped[0]["numbers"]
+    for place, each in zip((seq, later), swapped, strict=True):
+        text = json.dumps(each, sort_keys=True, separators=(",", ":"))
+        connection.execute("UPDATE events SET facts = ? WHERE seq = ?", (text, place))
+    return seq
+
+
+@pytest.mark.parametrize("change", [change_token, change_version, change_order])
+def test_a_replay_finds_a_changed_event(tmp_path: Path, change: Callable[[sqlite3.Connection], int]) -> None:
+    collect(make_trainer(tmp_path / "run"), STEPS)
+    path = tmp_path / "run" / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as connection, connection:
+        seq = change(connection)
+    with pytest.raises(LedgerError, match=rf"event {seq} \("):
+        collect(make_trainer(tmp_path / "replay", replay=str(path)), STEPS)
 
 
 def test_responses_to_other_data_are_not_taken(tmp_path: Path) -> None:
