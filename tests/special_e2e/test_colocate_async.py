@@ -61,6 +61,7 @@ def test_a_killed_run_with_interrupted_responses_goes_on_and_is_replayed(workspa
     assert {update: audit.updates[update] for update in batches} == batches
     resumed = next(iter(LedgerReader(run.folder / "ledger.sqlite").events("resumed"))).facts
     assert resumed["step"] == 2 and resumed["updates"] == [2, 3]
+    assert resumed["continued"] > 0  # responses that the update had interrupted
     assert num_partial(run) > 0
     for step, numbers in run.steps.items():
         assert numbers["fully_async/count/current_param_version"] == step - 1

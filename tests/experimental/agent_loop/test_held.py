@@ -182,6 +182,36 @@ def test_validation_and_responses_that_only_one_request_can_give_are_not_interru
     asyncio.run(run())
 
 
+def test_a_first_turn_begins_with_kept_tokens() -> None:
+    """The tokens that a hold returns give the same request in another process."""
+
+    async def run() -> None:
+        server = TokenByToken()
+        manager = manager_of(server)
+        waits = asking(manager, attempt_of())
+        await until_running(server, 0.005)
+        (kept,) = await manager.held.begin()
+        assert (kept.uid, kept.sample, kept.prompt_ids, kept.versions) == ("u", 0, [7, 8], [(0, len(kept.token_ids))])
+        assert not await manager.held.begin()  # nothing has come since
+        manager.held.end()
+        whole = await waits
+        assert whole.token_ids[: len(kept.token_ids)] == kept.token_ids
+        later = TokenByToken()
+        later.version = 4
+        attempt = attempt_of()
+        attempt.kept = kept.moved(1)
+        output = await asking(manager_of(later), attempt)
+        size = len(kept.token_ids)
+        assert output.token_ids == whole.token_ids and output.log_probs == whole.log_probs
+        assert output.versions == [(1, size), (4, 30 - size)] and attempt.oldest_version == 1
+        assert later.asked[0]["sampling_params"] == server.asked[1]["sampling_params"]
+        assert (await asking(manager_of(later), attempt, 5)).versions == [(4, 5)]  # the second turn has nothing kept
+        for other, limit in (([7, 9], 30), ([7, 8], size)):
+            assert kept.part(GenerationRequest(other, {"max_tokens": limit}, "a")) == []
+
+    asyncio.run(run())
+
+
 def test_an_abort_of_somebody_else_is_an_error_also_after_a_hold() -> None:
     async def run() -> None:
         server = TokenByToken()

@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
         ledger.append("drawn", {"number": 0, "uid": "ä"})
         for version in range(2):
             ledger.append("turn", {"version": version, "log_prob": -0.1, "none": None}, bytes(range(version, 200)))
-        ledger.append("scored", {"score": float("inf")}, b"")
+        ledger.append("scored", {"number": 0, "scores": [float("inf")]}, b"")
         ledger.append("batch", {"update": 0, "version": 0, "numbers": [0]}, b"batch", durable=True)
         ledger.append("update", {"step": 1})
     return path
@@ -77,7 +77,7 @@ def test_events_come_back_as_they_were_appended(path: Path) -> None:
         assert [each.kind for each in events] == ["drawn", "turn", "turn", "scored", "batch", "update"]
         assert events[0].facts == {"number": 0, "uid": "ä"}
         assert events[1].facts == {"version": 0, "log_prob": -0.1, "none": None}
-        assert events[3].facts == {"score": float("inf")}
+        assert events[3].facts == {"number": 0, "scores": [float("inf")]}
         assert all(each.payload is None for each in events)
         assert [each.time_ns for each in events] == sorted(each.time_ns for each in events)
         assert [each.payload for each in reader.events("drawn", "turn", with_payload=True)] == [

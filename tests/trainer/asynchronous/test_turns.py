@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.trainer.asynchronous.test_trainer import GROUPS, STEPS, Loops, collect, make_trainer, numbers
+from tests.trainer.asynchronous.test_trainer import GROUPS, STEPS, Loops, collect, end, make_trainer, numbers
 from tests.trainer.asynchronous.test_trainer import quick_looks as quick_looks
+from verl.experimental.agent_loop.held import KEPT_COLUMN, KeptTokens
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.ledger import LedgerReader
 from verl.trainer.config.run_config import RunConfig
 
 
@@ -34,14 +36,20 @@ class Turns(Loops):
         self.number = self.trained()
         self.is_awake = True
 
-    def hold(self) -> None:
+    def hold(self) -> list[KeptTokens]:
         assert self.is_awake
         self.is_awake = False
         self.interrupted += len(self.waiting)
+        return [kept_of(pending.prompts, number) for pending, _, number in self.waiting]
 
 
-def turning(folder: Path, seed: int, **options: Any) -> tuple[Any, Turns]:
-    trainer = make_trainer(folder, seed)
+def kept_of(request: DataProto, number: int) -> KeptTokens:
+    uid, sample = request.non_tensor_batch["uid"][0], int(request.batch["sample"][0])
+    return KeptTokens(uid, sample, request.batch["input_ids"][0].tolist(), [int(sample) + 40], [-0.5], [(number, 1)])
+
+
+def turning(folder: Path, seed: int, resume_mode: str = "disable", **options: Any) -> tuple[Any, Turns]:
+    trainer = make_trainer(folder, seed, resume_mode=resume_mode)
     OmegaConf.update(trainer.config, "async_training", {"mode": "colocate_async", **options})
     trainer.run_config = RunConfig.parse(trainer.config)
     loops = Turns(random.Random(seed))
@@ -63,6 +71,40 @@ def test_engines_serve_until_an_update_has_its_groups(tmp_path: Path, partial: b
         assert not loops.is_awake
         interrupted += loops.interrupted
     assert bool(interrupted) == partial
+
+
+def test_an_interrupted_response_goes_on_in_the_next_run(tmp_path: Path) -> None:
+    """Its tokens have the numbers of the run's versions in the ledger, and those of the engine in the request."""
+    first, loops = turning(tmp_path, 1)
+    collect(first, 3)
+    held = {key_of(pending.prompts) for pending, _, _ in loops.waiting}
+    assert held
+    end(first)
+    second, others = turning(tmp_path, 2, resume_mode="auto")
+    second.checkpoints.resume = lambda: None
+    sent = {}
+    send = others.send
+
+    def noting(requests: DataProto) -> PendingGeneration:
+        kept = requests.non_tensor_batch.get(KEPT_COLUMN)
+        sent[key_of(requests)] = None if kept is None else kept[0]
+        return send(requests)
+
+    others.send = noting  # type: ignore[method-assign]
+    second._load_checkpoint()
+    collect(second, STEPS)
+    assert {key for key, kept in sent.items() if kept is not None} == held
+    for (uid, sample), kept in sent.items():
+        if kept is not None:
+            assert (kept.uid, kept.sample, kept.token_ids) == (uid, sample, [sample + 40])
+            assert kept.versions[0][0] in second._version_of
+    with LedgerReader(tmp_path / "ledger.sqlite") as reader:
+        facts = next(reader.events("resumed")).facts
+    assert facts["continued"] == len(held)
+
+
+def key_of(request: DataProto) -> tuple[str, int]:
+    return str(request.non_tensor_batch["uid"][0]), int(request.batch["sample"][0])
 
 
 def test_validation_gives_the_weights_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

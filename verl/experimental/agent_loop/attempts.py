@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import WrongInput
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.utils.masking import masked_text
 from verl.utils.numerics.seeding import derive_seed
 from verl.utils.observe.attempts import AttemptLine
@@ -52,6 +53,7 @@ class Attempt:
         seed: seed of the row, which is that of the first turn; None without sampling.
         servers: the server of each request, in order; one more for each that died.
         trains: whether the trajectory is trained.
+        kept: tokens with which its first turn begins, because an earlier run has sampled them.
         turns: requests so far.
         outcome: ``ok``, ``error``, ``timeout``, ``cancelled``, ``replaced`` or ``dropped``; None while it runs.
         reason: why it ended, unless it is ``ok``.
@@ -66,6 +68,7 @@ class Attempt:
     loop: str
     seed: int | None = None
     trains: bool = False
+    kept: KeptTokens | None = None
     start: float = field(default_factory=time.time)
     end: float | None = None
     servers: list[str] = field(default_factory=list)

@@ -22,6 +22,7 @@ from verl.experimental.agent_loop.attempts import (
     TrajectoryInputError,
 )
 from verl.experimental.agent_loop.base import AgentLoopOutput
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.protocol import DataProto, tensors_of
 from verl.utils.json_types import Json
 
@@ -119,12 +120,13 @@ def kind_of(meta: Mapping[str, Json], greedy: bool) -> str:
 
 @dataclass(frozen=True)
 class Task:
-    """A trajectory to be made: ``run`` makes one attempt."""
+    """A trajectory to be made: ``run`` makes one attempt, whose first turn may begin with ``kept`` tokens."""
 
     place: Place
     loop: str
     seed: int | None
     run: Callable[[Attempt], Awaitable[AgentLoopOutput]]
+    kept: KeptTokens | None = None
 
 
 class BatchOfAttempts:
@@ -261,7 +263,7 @@ class BatchOfAttempts:
     def _begin(self, task: Task, number: int) -> Attempt:
         row, uid, sample = task.place
         attempt_id = f"{self._prefix}-{uid}-{sample}-{number}"
-        attempt = Attempt(attempt_id, uid, sample, task.loop, task.seed, self._trains)
+        attempt = Attempt(attempt_id, uid, sample, task.loop, task.seed, self._trains, task.kept)
         self.attempts.append(attempt)
         return attempt
 

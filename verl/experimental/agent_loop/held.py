@@ -17,6 +17,37 @@ _AGAIN_S = 0.1
 """Pause between two aborts of a request: the first one may reach the server before the request does."""
 
 
+@dataclass(frozen=True)
+class KeptTokens:
+    """The tokens of a first turn that was interrupted.
+
+    Attributes: ``uid`` and ``sample`` name the trajectory; the others are as in ``GenerationRequest`` and
+        ``TokenOutput``.
+    """
+
+    uid: str
+    sample: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float] | None
+    versions: list[tuple[int, int]]
+
+    def moved(self, by: int) -> "KeptTokens":
+        """Return the same with other numbers of the versions."""
+        return replace(self, versions=[(version + by, count) for version, count in self.versions])
+
+    def part(self, request: GenerationRequest) -> list[TokenOutput]:
+        """Return the tokens as the beginning of a response; nothing if they do not begin the response to a request."""
+        limit = request.sampling_params.get("max_tokens")
+        if list(request.prompt_ids) != self.prompt_ids or (limit is not None and len(self.token_ids) >= limit):
+            return []
+        return [TokenOutput(self.token_ids, self.log_probs, ABORTED, self.versions)]
+
+
+KEPT_COLUMN = "kept_tokens"
+"""The column of requests that holds the ``KeptTokens`` of each row, or None."""
+
+
 class Hold:
     """Interrupts the requests of training in a process, and lets them wait until they may go on.
 
@@ -31,6 +62,7 @@ class Hold:
         self._is_idle.set()
         self._under_way: dict[str, Callable[[], None] | None] = {}
         self._interrupted: set[str] = set()
+        self._kept: list[KeptTokens] = []
         self._held_s = 0.0
         self._since = 0.0
 
@@ -48,8 +80,8 @@ class Hold:
         """Wait until requests may go on."""
         await self._is_over.wait()
 
-    async def begin(self) -> None:
-        """Interrupt the requests of training; return once no server has one."""
+    async def begin(self) -> list[KeptTokens]:
+        """Interrupt the requests of training; once no server has one, return the tokens of those that got some."""
         if not self.is_on:
             self._since = time.monotonic()
         self._is_over.clear()
@@ -61,6 +93,17 @@ class Hold:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_S):
                     await self._is_idle.wait()
+        kept = self._kept
+        self._kept = []
+        return kept
+
+    def keep(self, uid: str, sample: int, parts: "Parts") -> None:
+        """Note the tokens of the interrupted first turn of a trajectory, if the last part has some."""
+        if parts.outputs[-1].token_ids:
+            whole = parts.joined()
+            tokens = list(whole.token_ids)
+            prompt = list(parts.request.prompt_ids)
+            self._kept.append(KeptTokens(uid, sample, prompt, tokens, whole.log_probs, whole.versions))
 
     def end(self) -> None:
         """Let the requests go on."""

@@ -26,6 +26,7 @@ from verl.experimental.agent_loop.attempts import (
     mark_replaced,
 )
 from verl.experimental.agent_loop.batch import places_of, sample_numbers
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.experimental.agent_loop.rows import joined
 from verl.experimental.agent_loop.worker import AgentLoopWorker
 from verl.protocol import DataProto, tensors_of
@@ -254,23 +255,25 @@ class AgentLoopManager(Manager):
         self._take_spans(pending.callers[0][0], output)
         return output
 
-    def hold(self) -> None:
+    def hold(self) -> list[KeptTokens]:
         """Interrupt what ``send`` has sent, and give the devices back to the trainer.
 
-        Responses keep their tokens, and go on after ``go_on``.
+        Responses keep their tokens, and go on after ``go_on``. Returns the tokens of first turns.
         """
-        self._tell_loops("hold")
+        kept: list[list[KeptTokens]] = self._tell_loops("hold")
         self.sleep()
+        return [each for of_worker in kept for each in of_worker]
 
     def go_on(self, step: int | None = None) -> None:
         """Give devices and current weights to the engines, and let what ``send`` has sent go on."""
         self.wake_up(step)
         self._tell_loops("go_on")
 
-    def _tell_loops(self, method: str) -> None:
+    def _tell_loops(self, method: str) -> list[Any]:
         callers = list(zip(self._names, self.agent_loop_workers, strict=True))
         refs = [getattr(worker, method).remote() for worker in self.agent_loop_workers]
-        self.worker_group.wait_for_callers(callers, refs, method)
+        answers: list[Any] = self.worker_group.wait_for_callers(callers, refs, method)
+        return answers
 
     def give_up(self, output: DataProto) -> None:
         """Keep only the account of what ``receive`` has returned."""

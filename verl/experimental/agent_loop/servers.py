@@ -155,7 +155,10 @@ class AsyncLLMServerManager:
             params = attempt.next_turn(params)
         serial = next(self._serial)
         request = GenerationRequest(prompt_ids, params, f"{conversation}/{serial}", image_data, multi_modal_data)
+        is_first = attempt is not None and attempt.turns == 1
         parts = Parts(request)
+        if is_first and attempt is not None and attempt.kept is not None:
+            parts.outputs += attempt.kept.part(request)
         lost = 0
         while True:
             is_held = attempt is not None and attempt.trains
@@ -185,6 +188,8 @@ class AsyncLLMServerManager:
                     f"request {request.request_id}: {server.name} aborted it after {len(output.token_ids)} "
                     "tokens, and no agent loop has given it up"
                 )
+            if is_interrupted and is_first and attempt is not None:
+                self.held.keep(attempt.uid, attempt.sample, parts)
             if output.finish_reason != ABORTED or parts.is_full:
                 output = parts.joined()
                 if attempt is not None:

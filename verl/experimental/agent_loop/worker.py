@@ -20,6 +20,7 @@ from verl.experimental.agent_loop.attempts import OK, Attempt, Sampling
 from verl.experimental.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.batch import TRAIN, BatchOfAttempts, Place, Policy, Task, kind_of, places_of
 from verl.experimental.agent_loop.blocking import blocking_is_named
+from verl.experimental.agent_loop.held import KEPT_COLUMN, KeptTokens
 from verl.experimental.agent_loop.later_images import WholeTrajectories
 from verl.experimental.agent_loop.registry import (
     ONE_TURN,
@@ -116,7 +117,8 @@ class AgentLoopWorkerBase:
         """Return a trajectory for each row; see ``rows_of``.
 
         Args: as ``BaseRollout.generate_sequences``; non-tensor ``agent_name`` chooses the loop of a row. Tensors
-            ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is.
+            ``row`` and ``sample`` (B,) say where a row stands in the batch of the step, and which sample it is;
+            ``KEPT_COLUMN`` holds tokens with which its first turn begins.
         Returns: meta ``seconds`` holds the seconds of each trajectory by activity, ``attempts`` their account,
             ``versions`` the oldest version of the weights that sampled a token of each row, None where nobody knows,
             ``sampled_by`` the versions of each row by token, as ``TokenOutput.versions``, if its loop keeps turns,
@@ -126,6 +128,7 @@ class AgentLoopWorkerBase:
         """
         started = time.perf_counter()
         batch = fetched(batch)
+        kept = batch.non_tensor_batch.pop(KEPT_COLUMN, [None] * len(batch))
         default = self.rollout_config.default_loop
         named = batch.non_tensor_batch.get("agent_name", [None] * len(batch))
         names = [default if name is None else str(name) for name in named]
@@ -137,7 +140,13 @@ class AgentLoopWorkerBase:
         if places and places[0].row == 0:  # only one worker warns
             self._warn_of_idle_files(names)
         tasks = [
-            Task(place, name, params[index].get("seed"), self._runner(batch, index, name, params[index], place))
+            Task(
+                place,
+                name,
+                params[index].get("seed"),
+                self._runner(batch, index, name, params[index], place),
+                kept[index],
+            )
             for index, (name, place) in enumerate(zip(names, places, strict=True))
         ]
         meta = batch.meta_info
@@ -199,9 +208,9 @@ class AgentLoopWorkerBase:
         """Use these rollout servers from now on."""
         self.server_manager.set_servers(server_handles)
 
-    async def hold(self) -> None:
-        """Interrupt the requests of training, which keep their tokens; no server has one afterwards."""
-        await self.server_manager.held.begin()
+    async def hold(self) -> list[KeptTokens]:
+        """Interrupt the requests of training, which keep their tokens; return those of first turns."""
+        return await self.server_manager.held.begin()
 
     def go_on(self) -> None:
         """Let the requests of training go on."""

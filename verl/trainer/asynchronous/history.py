@@ -1,14 +1,16 @@
 """What a ledger says about the updates after a place in it: a resumed run repeats them, and a replay follows them."""
 
 import io
+import json
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict, cast
 
 import torch
 
 from verl.errors import WrongInput
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.protocol import DataProto, tensors_of
 from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
@@ -19,6 +21,7 @@ class _Facts(TypedDict):
     """The facts of the events that are read, each of which has some."""
 
     number: int
+    version: int
     sample: int
     samples: int
     span: tuple[int, int]
@@ -39,6 +42,8 @@ class History:
         finished: the events that hold the responses of a group, by their place in it.
         scored: the event that holds the scores of a group.
         failed: why a group was given up.
+        begun: the events that hold the tokens of interrupted responses, of the whole ledger.
+        published: versions of the weights by their numbers, of the whole ledger.
         weights: digests of the weights after each update, one per rank.
     """
 
@@ -49,6 +54,8 @@ class History:
     scored: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     weights: dict[int, list[str]] = field(default_factory=dict)
+    begun: dict[int, dict[int, int]] = field(default_factory=dict)
+    published: dict[int, int] = field(default_factory=dict)
     _facts: dict[int, _Facts] = field(default_factory=dict)
 
     @classmethod
@@ -68,6 +75,12 @@ class History:
             else:
                 history.finished.setdefault(facts["number"], {})[facts["sample"]] = event.seq
                 history._facts[event.seq] = facts
+        for event in ledger.events("turn", "published"):
+            facts = cast(_Facts, event.facts)
+            if event.kind == "published":
+                history.published[facts["number"]] = facts["version"]
+            else:
+                history.begun.setdefault(facts["number"], {})[facts["sample"]] = event.seq
         return history
 
     def num_finished(self) -> tuple[int, int]:
@@ -81,7 +94,7 @@ class History:
         return whole, rest
 
     def restore(self, group: Group) -> None:
-        """Give a group its recorded responses."""
+        """Give a group its recorded responses, and the tokens of those that were interrupted."""
         for place, seq in self.finished.get(group.number, {}).items():
             response = unpacked(self.ledger.payload(seq), f"event {seq} of the ledger", self.trusted_classes)
             if set(response.non_tensor_batch["uid"].tolist()) != set(group.prepared.non_tensor_batch["uid"].tolist()):
@@ -93,6 +106,10 @@ class History:
             oldest, newest = self._facts[seq]["span"]
             group.spans[place] = oldest, newest
             group.responses[place] = response
+        for place in group.missing:
+            begun = self.begun.get(group.number, {}).get(place)
+            if begun is not None:
+                group.kept[place] = _kept_tokens(self.ledger.payload(begun))
 
     def add_scores(self, group: Group) -> None:
         """Give the responses of a group their recorded scores, if there are any."""
@@ -100,6 +117,11 @@ class History:
         if scores is not None and group.output is not None:
             content = io.BytesIO(self.ledger.payload(scores))
             tensors_of(group.output)["rm_scores"] = torch.load(content, weights_only=True)
+
+
+def _kept_tokens(payload: bytes) -> KeptTokens:
+    kept = KeptTokens(**json.loads(payload))
+    return replace(kept, versions=[(version, count) for version, count in kept.versions])
 
 
 def check_samples(group: Group, count: int) -> None:

@@ -32,7 +32,7 @@ KINDS = MappingProxyType(
     {
         "drawn": "A prompt was drawn from the data.",
         "sent": "A request was sent to a rollout server.",
-        "turn": "A turn of a trajectory ended, with its tokens, log-probabilities and weight versions.",
+        "turn": "A turn was interrupted, with its tokens, log-probabilities and weight versions so far.",
         "finished": "A trajectory ended.",
         "scored": "A trajectory got its score.",
         "batch": "Trajectories were joined into a batch.",

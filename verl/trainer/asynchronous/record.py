@@ -1,8 +1,10 @@
 """The ledger of a run, in the words of the trainer."""
 
 import io
+import json
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Self, TypedDict, cast
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import WrongInput
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.trainer.asynchronous.history import History, packed
 from verl.trainer.asynchronous.kept import response_lengths
 from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
@@ -104,38 +107,41 @@ class RunRecord:
             return 0
         history = self.history
         finished, responses = history.num_finished()
-        restarted = self._under_way(self._ledger)
+        continued, restarted = self._under_way(self._ledger)
         facts: JsonObject = {
             "step": step,
             "updates": sorted(history.batches),
             "finished": finished,
             "responses": responses,
+            "continued": continued,
             "restarted": restarted,
             "failed": len(history.failed),
         }
         self._ledger.append("resumed", facts)
         logger.info(
             "ledger: the run goes on after update %d, repeats %d updates with their recorded batches, and takes over "
-            "%d finished groups, %d responses of unfinished groups, and %d groups that had failed; %d responses that "
-            "were under way start again",
-            *(step, len(history.batches), finished, responses, len(history.failed), restarted),
+            "%d finished groups, %d responses of unfinished groups, and %d groups that had failed; of the responses "
+            "that were under way %d go on after their recorded tokens, and %d start again",
+            *(step, len(history.batches), finished, responses, len(history.failed), continued, restarted),
         )
         return restarted
 
     @staticmethod
-    def _under_way(ledger: Ledger) -> int:
-        """Return how many responses were under way at the end of a ledger."""
+    def _under_way(ledger: Ledger) -> tuple[int, int]:
+        """Return how many responses that were under way at the end of a ledger have tokens, and how many have none."""
         sent: dict[int, int] = {}
+        begun: set[tuple[int, int]] = set()
         ended: set[tuple[int, int]] = set()
-        for event in ledger.events("sent", "finished", "failed"):
+        for event in ledger.events("sent", "turn", "finished", "failed"):
             facts = cast(_Facts, event.facts)
             if event.kind == "sent":
                 sent[facts["number"]] = len(facts["seeds"])
-            elif event.kind == "finished":
-                ended.add((facts["number"], facts["sample"]))
-            else:
+            elif event.kind == "failed":
                 sent.pop(facts["number"], None)
-        return sum((number, place) not in ended for number, count in sent.items() for place in range(count))
+            else:
+                (begun if event.kind == "turn" else ended).add((facts["number"], facts["sample"]))
+        left = {(number, place) for number, count in sent.items() for place in range(count)} - ended
+        return len(left & begun), len(left - begun)
 
     # ---- events
 
@@ -149,6 +155,11 @@ class RunRecord:
         """Record the requests of a group; ``update`` is the next whose groups are not chosen yet."""
         seeds = group.seeds.tolist()
         self._append("sent", {"number": group.number, "version": group.version, "update": update, "seeds": seeds})
+
+    def interrupted(self, group: Group, kept: KeptTokens) -> None:
+        """Record the tokens so far of a response."""
+        facts: JsonObject = {"number": group.number, "sample": kept.sample, "length": len(kept.token_ids)}
+        self._append("turn", facts, json.dumps(asdict(kept)).encode())
 
     def finished(self, group: Group, place: int) -> None:
         """Record the response at a place of a group."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.experimental.agent_loop.manager import PendingGeneration, joined_answers
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.pacing import Pace, Waiting
@@ -37,6 +38,7 @@ class Group:
         spans: the oldest and the newest version that sampled a token of each response.
         pending: the call of an agent loop worker for each response that is under way, by its place in the group.
         responses: those that are there while others are under way, by their place in the group.
+        kept: tokens of missing responses, by their place, which an earlier run has sampled.
         sent_at: when it was sent, in monotonic seconds.
         output: the responses, once all of them are there.
     """
@@ -51,6 +53,7 @@ class Group:
     spans: dict[int, tuple[int, int]] = field(default_factory=dict)
     pending: dict[int, PendingGeneration] = field(default_factory=dict)
     responses: dict[int, DataProto] = field(default_factory=dict)
+    kept: dict[int, KeptTokens] = field(default_factory=dict)
     sent_at: float = 0.0
     output: DataProto | None = None
 
@@ -58,6 +61,11 @@ class Group:
     def missing(self) -> list[int]:
         """The places of the responses that are not there."""
         return [place for place in range(len(self.requests)) if place not in self.responses]
+
+    @property
+    def uid(self) -> str:
+        """The id of the prompt."""
+        return str(self.prepared.non_tensor_batch["uid"][0])
 
     def join(self) -> DataProto:
         """Make the output of the responses, all of which are there, and return it."""

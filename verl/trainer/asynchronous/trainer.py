@@ -14,6 +14,7 @@ import torch
 from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
+from verl.experimental.agent_loop.held import KEPT_COLUMN
 from verl.experimental.agent_loop.manager import joined_answers
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
@@ -30,6 +31,7 @@ from verl.trainer.ppo.state import Metrics, Timing
 from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.timeline import Clock, Part
 from verl.utils.profiler import marked_timer
+from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _REQUESTS_PER_SERVER = 16
@@ -204,7 +206,9 @@ class AsyncTrainer(RayPPOTrainer):
             self.scheduler.hold()
         else:
             self.scheduler.drain(self._look_after_servers)
-        self._loops.hold()
+        groups = {group.uid: group for group in self.scheduler.outstanding}
+        for kept in self._loops.hold():
+            self.record.interrupted(groups[kept.uid], kept.moved(self._moved))
 
     def _finished(self, rows: Iterator[Rows]) -> list[Group]:
         """Wait for the groups of the next update."""
@@ -334,6 +338,9 @@ class AsyncTrainer(RayPPOTrainer):
             request = group.requests[place : place + 1]
             request.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
             tensors_of(request)["sample"] = torch.tensor([place])
+            if place in group.kept:
+                kept = group.kept[place].moved(-self._moved)
+                request.non_tensor_batch[KEPT_COLUMN] = object_array([kept])
             group.pending[place] = self._loops.send(request)
             answers[place] = group.pending[place].refs[0].future()
         return answers
@@ -458,6 +465,8 @@ class AsyncTrainer(RayPPOTrainer):
                 if group.output is not None:
                     check_samples(group, len(group.output))
             self._unsent.extend(group for group in groups if group.output is not None or self._is_wanted(group))
+        for number, version in self.record.history.published.items():
+            self._version_of[number - self._moved] = version
         self.progress.restarted += self.record.tell_resumed(self.state.step)
         return step
 
