@@ -8,7 +8,6 @@ guess at once; one zooms in on the quarter of the question, and one on a random 
 the format of a call and how to read a texture; when and where to zoom in is left to the reward.
 """
 
-import argparse
 import io
 import os
 import random
@@ -23,6 +22,7 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from examples.tiny_model import VL_KINDS, tiny_vl_config, vision_tokenizer, vl_processor
+from examples.tiny_task import run
 
 from .deepeyes import CustomRLHFDataset
 
@@ -155,22 +155,16 @@ def tables(seed: int) -> dict[str, list[Row]]:
     return made
 
 
+def write(folder: str, seed: int) -> None:
+    """Write the data and the model."""
+    for name, rows in tables(seed).items():
+        datasets.Dataset.from_list(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
+    write_model(os.path.join(folder, "model"), seed)
+
+
 def main() -> int:
-    """Write the model and the data; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
-    args = parser.parse_args()
-    folder = os.path.expanduser(args.save_dir)
-    try:
-        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-        for name, rows in tables(args.seed).items():
-            datasets.Dataset.from_list(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        write_model(os.path.join(folder, "model"), args.seed)
-    except OSError as error:
-        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
-        return 2
-    return 0
+    """Write the task into the folder of the command line; return the exit code."""
+    return run(__doc__, write)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ numbers of the question. So the supervised data teach the format of a call; when
 to the reward.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -17,9 +16,8 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pandas as pd
-
 from examples.tiny_model import make_tiny_model
+from examples.tiny_task import run, write_tables
 
 HEAD = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
 TAIL = '"}}</tool_call>'
@@ -76,22 +74,15 @@ def tables(
     return made | {"sft_train": talks[:NUM_SUPERVISED], "sft_test": talks[NUM_SUPERVISED:]}
 
 
+def write(folder: str, seed: int) -> None:
+    """Write the data and the model."""
+    write_tables(folder, tables(seed))
+    make_tiny_model(os.path.join(folder, "model"), seed=seed, words=(HEAD, TAIL))
+
+
 def main() -> int:
-    """Write the model and the data; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
-    args = parser.parse_args()
-    folder = os.path.expanduser(args.save_dir)
-    try:
-        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-        for name, rows in tables(args.seed).items():
-            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=(HEAD, TAIL))
-    except OSError as error:
-        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
-        return 2
-    return 0
+    """Write the task into the folder of the command line; return the exit code."""
+    return run(__doc__, write)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ carries. In these conversations the user then says that the answer is wrong, and
 it. So the supervised data teach the format of a second attempt; how to correct the answer is left to the reward.
 """
 
-import argparse
 import os
 import random
 import sys
 from typing import Any
 
-import pandas as pd
-
 from examples.data_preprocess.gsm8k import solve, synthetic_tables
 from examples.tiny_model import make_tiny_model
+from examples.tiny_task import run, write_tables
 from verl.interactions.gsm8k_interaction import WRONG
 from verl.utils.reward_score import gsm8k
 
@@ -53,22 +51,15 @@ def tables(seed: int) -> dict[str, list[Row]]:
     }
 
 
+def write(folder: str, seed: int) -> None:
+    """Write the data and the model."""
+    write_tables(folder, tables(seed))
+    make_tiny_model(os.path.join(folder, "model"), seed=seed, words=[WRONG])
+
+
 def main() -> int:
-    """Write the model and the data; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the rows (default: 0)")
-    args = parser.parse_args()
-    folder = os.path.expanduser(args.save_dir)
-    try:
-        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-        for name, rows in tables(args.seed).items():
-            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=[WRONG])
-    except OSError as error:
-        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
-        return 2
-    return 0
+    """Write the task into the folder of the command line; return the exit code."""
+    return run(__doc__, write)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ the name is missing; in the others it answers at once, with ``anna`` where the n
 teach how to ask and how to answer; when to ask is left to the reward.
 """
 
-import argparse
 import os
 import random
 import sys
 from itertools import product
 from typing import Any
 
-import pandas as pd
-
 from examples.tiny_model import make_tiny_model
+from examples.tiny_task import run, write_tables
 
 ASKS = "who?"
 GUESS = "anna"
@@ -69,22 +67,15 @@ def tables(seed: int) -> dict[str, list[Row]]:
     return made | {"sft": [conversation(i, draw.choice(splits["train"])) for i in range(NUM_SUPERVISED)]}
 
 
+def write(folder: str, seed: int) -> None:
+    """Write the data and the model."""
+    write_tables(folder, tables(seed))
+    make_tiny_model(os.path.join(folder, "model"), seed=seed)
+
+
 def main() -> int:
-    """Write the model and the data; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the names (default: 0)")
-    args = parser.parse_args()
-    folder = os.path.expanduser(args.save_dir)
-    try:
-        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-        for split, rows in tables(args.seed).items():
-            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{split}.parquet"))
-        make_tiny_model(os.path.join(folder, "model"), seed=args.seed)
-    except OSError as error:
-        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
-        return 2
-    return 0
+    """Write the task into the folder of the command line; return the exit code."""
+    return run(__doc__, write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ conversations give the right code at once. The other two search first, a quarter
 question's. So the supervised data teach the format of a search; when and for what to search is left to the reward.
 """
 
-import argparse
 import os
 import random
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from examples.tiny_model import make_tiny_model
+from examples.tiny_task import run, write_tables
 
 HEAD = '<tool_call>{"name": "search", "arguments": {"query_list": ["'
 TAIL = '"]}}</tool_call>'
@@ -102,24 +102,17 @@ def tables(seed: int) -> tuple[list[Row], dict[str, list[Row]]]:
     return corpus, made | {"sft_train": talks[:NUM_SUPERVISED], "sft_test": talks[NUM_SUPERVISED:]}
 
 
+def write(folder: str, seed: int) -> None:
+    """Write the corpus, the data and the model."""
+    corpus, rows_of_file = tables(seed)
+    pd.DataFrame(corpus).to_json(os.path.join(folder, "corpus.jsonl"), orient="records", lines=True)
+    write_tables(folder, rows_of_file)
+    make_tiny_model(os.path.join(folder, "model"), seed=seed, words=TEXTS)
+
+
 def main() -> int:
-    """Write the model, the data and the corpus; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save-dir", required=True, help="output folder")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the codes (default: 0)")
-    args = parser.parse_args()
-    folder = os.path.expanduser(args.save_dir)
-    corpus, rows_of_file = tables(args.seed)
-    try:
-        os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-        pd.DataFrame(corpus).to_json(os.path.join(folder, "corpus.jsonl"), orient="records", lines=True)
-        for name, rows in rows_of_file.items():
-            pd.DataFrame(rows).to_parquet(os.path.join(folder, "data", f"{name}.parquet"))
-        make_tiny_model(os.path.join(folder, "model"), seed=args.seed, words=TEXTS)
-    except OSError as error:
-        sys.stderr.write(f"error: --save-dir={args.save_dir}: {error}: write another folder\n")
-        return 2
-    return 0
+    """Write the task into the folder of the command line; return the exit code."""
+    return run(__doc__, write)
 
 
 if __name__ == "__main__":
