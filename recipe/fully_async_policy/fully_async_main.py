@@ -1,6 +1,7 @@
 """Fully asynchronous PPO: ``python -m recipe.fully_async_policy.fully_async_main key=value ...``."""
 
 import importlib
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -14,7 +15,7 @@ from verl.utils.import_utils import dotted_name
 @hydra_main("fully_async_ppo_trainer", config_path="config")
 def main(config: DictConfig) -> None:
     """Train by the composed configuration."""
-    refuse_two_numbers(config)
+    refuse_two_numbers(config, Path(__file__).parent / "config" / "fully_async.yaml")
     run_async(config)
 
 

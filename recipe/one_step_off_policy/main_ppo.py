@@ -5,29 +5,28 @@ The launching process imports neither torch nor transformers, so the trainer is 
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from verl.base_config import Violation
+from verl.trainer.config.async_training import ONE_STEP_OFF, SYNC
 from verl.trainer.config.cli import hydra_main
-from verl.trainer.config.rules.asynchronous import overlap_rules, refuse_two_numbers
+from verl.trainer.config.rules.asynchronous import refuse_two_numbers
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.utils.import_utils import dotted_name
 
 if TYPE_CHECKING:
     from verl.trainer.config.run_config import RunConfig
 
-_ROLE = "actor_rollout_ref"
-
 
 def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
-    """Yield settings under which the next batch cannot be generated while the present one trains."""
-    yield from overlap_rules(run)
-    if run.actor_rollout_ref.rollout.skip_rollout:
-        expected = "is not supported: nothing is generated, so nothing overlaps: write false, or take "
-        expected += "verl.trainer.main_ppo"
-        yield Violation.unsupported(f"{_ROLE}.rollout.skip_rollout", True, expected)
+    """Yield another mode than that of the recipe."""
+    mode = run.async_training.mode
+    if mode != ONE_STEP_OFF:
+        expected = f"must be {ONE_STEP_OFF} in this recipe; verl.trainer.main_ppo takes the others"
+        yield Violation("async_training.mode", mode, expected)
 
 
 class OneStepOffTaskRunner(TaskRunner):
@@ -45,7 +44,9 @@ class OneStepOffTaskRunner(TaskRunner):
 @hydra_main("one_step_off_ppo_trainer", config_path="config")
 def main(config: DictConfig) -> None:
     """Train with the composed configuration."""
-    refuse_two_numbers(config)
+    refuse_two_numbers(config, Path(__file__).parent / "config" / "one_step_off.yaml")
+    if config.async_training.mode == SYNC:  # a configuration of the user's that does not say it
+        config.async_training.mode = ONE_STEP_OFF
     run_ppo(config, OneStepOffTaskRunner)
 
 

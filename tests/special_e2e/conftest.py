@@ -18,7 +18,16 @@ from verl.utils.report.compare import compare_runs
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m"]
-VOLATILE = ("timing_s/", "time/", "timing_per_token_ms/", "tool_time/", "perf/", "weight_sync/")
+VOLATILE = (
+    "timing_s/",
+    "time/",
+    "timing_per_token_ms/",
+    "tool_time/",
+    "perf/",
+    "weight_sync/",
+    "fully_async/total_wait_time",
+    "fully_async/update_overlap",
+)
 """Metrics of time and memory: what two equal runs may differ in."""
 
 

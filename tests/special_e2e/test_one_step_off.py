@@ -103,7 +103,10 @@ def test_with_fixed_weights_it_is_the_synchronous_run(workspace):
     run = train(workspace, "one_step_fixed", fixed)
     for step in whole.steps:
         assert outputs_of(run, step) == outputs_of(whole, step)
-        assert run.numbers(step) == whole.numbers(step)
+        numbers = run.numbers(step)
+        assert {key: value for key, value in numbers.items() if key.partition("/")[0] != "fully_async"} == (
+            whole.numbers(step)
+        )
 
 
 @pytest.mark.full
@@ -134,6 +137,33 @@ def test_a_killed_run_resumes_bit_for_bit(workspace, tmp_path, step):
 
 
 @pytest.mark.full
+def test_a_run_is_replayed_from_its_ledger(workspace):
+    run = train(workspace, "one_step_recorded", {"trainer.record_digests": True})
+    follows = {"async_training.replay": run.folder / "ledger.sqlite", "trainer.record_digests": True}
+    replay = train(workspace, "one_step_replay", follows)
+    assert len(replay.steps) == 3 and "vLLMServer" not in replay.output
+
+
+@pytest.mark.full
+def test_the_main_trainer_has_the_mode_too(workspace):
+    mode = MAIN | {"async_training.mode": "one_step_off"}
+    assert_one_update_behind(train(workspace, "one_step_of_main", mode, module="verl.trainer.main_ppo"))
+
+
+@pytest.mark.full
+def test_without_a_lead_it_is_the_synchronous_run(workspace):
+    """Fully asynchronous training that sends nothing ahead and publishes after every update."""
+    own = {f"{ROLLOUT}.calculate_log_probs": True, "actor_rollout_ref.actor.use_rollout_log_probs": True}
+    whole = train(workspace, "one_step_turns", MAIN | own, module="verl.trainer.main_ppo")
+    mode = {"async_training.mode": "fully_async", "async_training.staleness_threshold": 0}
+    mode |= {"async_training.trigger_parameter_sync_step": 1, "data.gen_batch_size": 1, f"{ROLLOUT}.nnodes": 1}
+    run = train(workspace, "one_step_no_lead", MAIN | own | mode, module="verl.trainer.main_ppo")
+    for step in whole.steps:
+        assert rows_of(run, step) == [row | {"versions_behind": 0} for row in rows_of(whole, step)]
+        assert run.steps[step]["actor/grad_norm"] == whole.steps[step]["actor/grad_norm"]
+
+
+@pytest.mark.full
 def test_a_run_saves_after_sigterm(workspace):
     """A step that has begun is finished, since the servers already generate the next one."""
     overrides = RESUMED | {"trainer.test_freq": -1}
@@ -161,12 +191,12 @@ def test_a_checkpoint_without_its_responses_is_refused(workspace):
     steps = {"trainer.save_freq": 2, "trainer.total_training_steps": 4}
     stopped = {"VERL_FAULT": "raise:update_actor:rank=0:step=3"}
     run = train(workspace, "one_step_lost_file", steps, env=stopped, fails=True)
-    path = run.folder / "global_step_2" / "generation.pkl"
+    path = run.folder / "global_step_2" / "groups.pkl"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     damaged = train(workspace, "one_step_lost_file", steps, fails=True)
-    assert f"{path.parent} cannot be resumed from: generation.pkl has the right size but the wrong" in damaged.output
+    assert f"{path.parent} cannot be resumed from: groups.pkl has the right size but the wrong" in damaged.output
     path.unlink()
     missing = train(workspace, "one_step_lost_file", steps, fails=True)
     assert f"{path} is missing" in missing.output
@@ -214,7 +244,7 @@ def test_a_skipped_sync_is_flagged(workspace):
 
 @pytest.mark.full
 def test_replaced_prompts_are_the_same_after_a_resume(workspace, tmp_path):
-    """Spare prompts are sampled when the step begins; its batch waits in the checkpoint, with what failed in it."""
+    """The next prompts of the data take the places of those that failed."""
     path = tmp_path / "loops.yaml"
     path.write_text(yaml.dump([{"name": "flaky", "_target_": "tests.special_e2e.flaky_loop.FlakyLoop"}]))
     agent = {"agent_loop_config_path": path, "default_agent_loop": "flaky", "num_retries": 0, "on_failure": "replace"}
@@ -222,7 +252,7 @@ def test_replaced_prompts_are_the_same_after_a_resume(workspace, tmp_path):
     changes = loops | {f"{ROLLOUT}.agent.trajectory_timeout_s": 30, "trainer.save_freq": 2}
     changes |= {"trainer.total_training_steps": 4, "trainer.record_digests": True}
     whole = train(workspace, "one_step_replacing", changes)
-    assert all(whole.steps[step]["attempts/replaced"] > 0 for step in (3, 4))
+    assert whole.steps[4]["fully_async/count/failed_samples"] > whole.steps[2]["fully_async/count/failed_samples"]
     stopped = {"VERL_FAULT": "raise:update_actor:rank=0:step=3"}
     train(workspace, "one_step_replacing_parts", changes, env=stopped, fails=True)
     parts = train(workspace, "one_step_replacing_parts", changes)

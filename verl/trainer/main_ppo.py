@@ -305,6 +305,8 @@ class TaskRunner:
 class FullyAsyncTaskRunner(TaskRunner):
     """The workers and data of ``TaskRunner``, with a trainer that trains while the servers generate."""
 
+    recipe_nodes = ("rollout",)  # by which established commands set servers and length
+
     def trainer_class(self) -> type["RayPPOTrainer"]:
         """Choose the asynchronous trainer."""
         from verl.trainer.asynchronous.trainer import AsyncTrainer

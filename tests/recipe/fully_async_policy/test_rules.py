@@ -7,8 +7,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from verl.base_config import ConfigError
+from verl.trainer.config.keys import tree_of
 from verl.trainer.config.rules.asynchronous import complete, refuse_two_numbers
+from verl.trainer.config.rules.no_effect import idle_keys
 from verl.trainer.config.validation import examined_config
+from verl.trainer.main_ppo import FullyAsyncTaskRunner
 
 ROOT = Path(__file__).parents[3]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,6 +25,7 @@ COMMON = {
     "data.train_files": __file__,
     "data.val_files": __file__,
 }
+DEFAULTS = ROOT / "recipe/fully_async_policy/config/fully_async.yaml"
 NAMES = ("fully_async_ppo_trainer", "fully_async_ppo_megatron_trainer")
 
 
@@ -116,6 +120,33 @@ def test_settings_that_forbid_turns_are_refused(key: str, value: Any, words: str
     assert key in str(refused.value)
 
 
+def test_a_run_of_less_than_one_update_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps=31: must be 32 or more"):
+        completed(**{"rollout.total_rollout_steps": 31})
+    assert completed(**{"rollout.total_rollout_steps": 32}).trainer.total_training_steps == 1
+
+
+def test_the_pace_has_no_effect_without_its_mode() -> None:
+    keys = {f"{ROLLOUT}.n": 8, "async_training.staleness_threshold": 0.5, "async_training.partial_rollout": False}
+    config = composed("ppo_trainer", "verl/trainer/config", **keys)
+    idle = idle_keys(examined_config(config).checked(), tree_of(config))
+    told = {violation.key for violation in idle if violation.key.startswith("async_training")}
+    assert told == {"async_training.staleness_threshold", "async_training.partial_rollout"}
+    config = completed(**{"async_training.staleness_threshold": 0.5})
+    idle = idle_keys(examined_config(config).checked(), tree_of(config))
+    assert not [violation for violation in idle if violation.key.startswith("async_training")]
+
+
+def test_filters_of_groups_are_refused() -> None:
+    """They are those of recipe.dapo."""
+    keys = {"+algorithm.filter_groups.enable": True, "+algorithm.filter_groups.metric": "acc"}
+    nodes = FullyAsyncTaskRunner.recipe_nodes
+    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups"):
+        examined_config(completed(**keys), recipe_nodes=nodes).checked()
+    with pytest.raises(ConfigError, match="staleness_treshold"):
+        examined_config(completed(**{"+async_training.staleness_treshold": 1}), recipe_nodes=nodes).checked()
+
+
 def test_the_main_configuration_takes_turns() -> None:
     run = examined_config(composed("ppo_trainer", "verl/trainer/config", **{f"{ROLLOUT}.n": 8})).checked()
     assert not run.async_training.is_async
@@ -128,5 +159,5 @@ def test_two_numbers_of_devices_are_refused() -> None:
     for name in ("n_gpus_per_node", "n"):
         config = completed(**{f"rollout.{name}": 2, f"{ROLLOUT}.{name}": 3})
         with pytest.raises(ConfigError, match=rf"rollout\.{name}.*write one of the two"):
-            refuse_two_numbers(config)
-        refuse_two_numbers(completed(**{f"{ROLLOUT}.{name}": 3}))
+            refuse_two_numbers(config, DEFAULTS)
+        refuse_two_numbers(completed(**{f"{ROLLOUT}.{name}": 3}), DEFAULTS)

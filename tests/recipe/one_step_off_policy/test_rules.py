@@ -18,10 +18,12 @@ COMMON = {
     f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 8,
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
+    f"{ROLLOUT}.n": 8,
     "algorithm.adv_estimator": "grpo",
     "data.train_files": __file__,
     "data.val_files": __file__,
 }
+DEFAULTS = ROOT / "recipe/one_step_off_policy/config/one_step_off.yaml"
 NAMES = ("one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer")
 
 
@@ -44,7 +46,7 @@ def test_the_configurations_pass_the_checks(name: str) -> None:
 
 
 def test_the_configuration_of_the_search_passes_too() -> None:
-    config = composed("search_multiturn_grpo_one_step_off", "examples/sglang_multiturn/config", **{f"{ROLLOUT}.n": 8})
+    config = composed("search_multiturn_grpo_one_step_off", "examples/sglang_multiturn/config")
     assert check(config).actor_rollout_ref.rollout.default_loop == "tool_agent"
 
 
@@ -54,7 +56,13 @@ def test_the_configuration_of_the_search_passes_too() -> None:
         ("actor_rollout_ref.hybrid_engine", True, "must be false: generation and training overlap"),
         (f"{ROLLOUT}.mode", "sync", "must be async: standalone servers answer request by request"),
         ("algorithm.adv_estimator", "remax", "write another estimator such as rloo"),
-        (f"{ROLLOUT}.skip_rollout", True, "nothing is generated, so nothing overlaps"),
+        (f"{ROLLOUT}.skip_rollout", True, "write false, and async_training.replay"),
+        ("trainer.lazy_columns", True, "the ledger holds"),
+        ("async_training.mode", "sync", "must be one_step_off in this recipe"),
+        ("async_training.staleness_threshold", 0.5, "is 1.0 with async_training.mode=one_step_off"),
+        ("async_training.trigger_parameter_sync_step", 2, "is 1 with async_training.mode=one_step_off"),
+        ("async_training.max_off_policy_threshold", 3, "is 1 with async_training.mode=one_step_off"),
+        (f"{ROLLOUT}.over_sample_rate", 0.1, "write 0"),
         (f"{ROLLOUT}.n_gpus_per_node", 3, "must be a multiple of tensor_model_parallel_size"),
         (f"{ROLLOUT}.name", "hf", "has no server with name=hf"),
     ],
@@ -72,15 +80,15 @@ def test_what_cannot_run_is_refused_with_the_key(key: str, value: Any, expected:
 
 def test_the_established_keys_give_the_devices_of_the_servers() -> None:
     config = composed(**{"rollout.nnodes": 2, "rollout.n_gpus_per_node": 4})
-    refuse_two_numbers(config)
+    refuse_two_numbers(config, DEFAULTS)
     shared = check(config).actor_rollout_ref
     assert (shared.rollout.nnodes, shared.rollout.n_gpus_per_node) == (2, 4)
     words = ["rollout.nnodes=2", "rollout.n_gpus_per_node=4"]
     fitted = prepare_arguments(words, NAMES[0], str(ROOT / "recipe/one_step_off_policy/config"))
     assert fitted == words
-    refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 2}))
+    refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 2}), DEFAULTS)
     with pytest.raises(ConfigError, match=r"rollout\.nnodes=2: .*actor_rollout_ref\.rollout\.nnodes=3"):
-        refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 3, "rollout.nnodes": 2}))
+        refuse_two_numbers(composed(**{f"{ROLLOUT}.nnodes": 3, "rollout.nnodes": 2}), DEFAULTS)
 
 
 def test_dynamic_sampling_is_refused() -> None:

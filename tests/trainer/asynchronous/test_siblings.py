@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.asynchronous.test_trainer import (
+from tests.trainer.asynchronous.driver import (
     GROUPS,
     SAMPLES,
     STEPS,
@@ -17,7 +17,7 @@ from tests.trainer.asynchronous.test_trainer import (
     numbers,
     resumed,
 )
-from tests.trainer.asynchronous.test_trainer import quick_looks as quick_looks
+from tests.trainer.asynchronous.driver import quick_looks as quick_looks
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto

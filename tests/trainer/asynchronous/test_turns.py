@@ -3,13 +3,14 @@
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from tests.trainer.asynchronous.test_trainer import GROUPS, STEPS, Loops, collect, end, make_trainer, numbers
-from tests.trainer.asynchronous.test_trainer import quick_looks as quick_looks
+from tests.trainer.asynchronous.driver import GROUPS, STEPS, Loops, collect, end, make_trainer, numbers
+from tests.trainer.asynchronous.driver import quick_looks as quick_looks
 from verl.experimental.agent_loop.held import KEPT_COLUMN, KeptTokens
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
@@ -76,6 +77,7 @@ def test_engines_serve_until_an_update_has_its_groups(tmp_path: Path, partial: b
 def test_an_interrupted_response_goes_on_in_the_next_run(tmp_path: Path) -> None:
     """Its tokens have the numbers of the run's versions in the ledger, and those of the engine in the request."""
     first, loops = turning(tmp_path, 1)
+    finish_one_by_one(first, loops)
     collect(first, 3)
     held = {key_of(pending.prompts) for pending, _, _ in loops.waiting}
     assert held
@@ -101,6 +103,25 @@ def test_an_interrupted_response_goes_on_in_the_next_run(tmp_path: Path) -> None
     with LedgerReader(tmp_path / "ledger.sqlite") as reader:
         facts = next(reader.events("resumed")).facts
     assert facts["continued"] == len(held)
+
+
+def finish_one_by_one(trainer: Any, loops: Turns) -> None:
+    """Finish the oldest response once the one before has arrived, so that an update finds others under way."""
+    counts = {"finished": 0, "received": 0}
+    receive = loops.receive
+
+    def counting(pending: PendingGeneration) -> DataProto:
+        counts["received"] += 1
+        return receive(pending)
+
+    def finish() -> None:
+        if counts["finished"] == counts["received"]:
+            counts["finished"] += 1
+            loops.finish_some()
+
+    loops.source = SimpleNamespace(randint=lambda low, high: 1, randrange=lambda count: 0)  # type: ignore[assignment]
+    loops.receive = counting  # type: ignore[method-assign]
+    trainer._look_after_servers = finish
 
 
 def key_of(request: DataProto) -> tuple[str, int]:

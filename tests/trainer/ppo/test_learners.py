@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from examples.tiny_model import byte_tokenizer
-from recipe.one_step_off_policy.generation import FILE_NAME
 from recipe.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+from tests.trainer.asynchronous import driver
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler
 from verl.experimental.dynamic_dataset.dynamicgen_dataset import DynamicGenDataset
-from verl.protocol import DataProto, tensors_of
+from verl.protocol import DataProto
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo import course, loaders
 from verl.trainer.ppo.checkpoint import Checkpoints
 from verl.trainer.ppo.course import Course
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.ppo.rollouts import Rollouts
 from verl.trainer.ppo.state import RunState
 from verl.trainer.run.ending import EndRequested
 from verl.utils.dataset.factory import FileOrderSampler, SeededRandomSampler, warn_of_lost_state
@@ -376,41 +375,56 @@ def test_sampler_and_data_set_learn_before_the_checkpoint_also_in_the_last_step(
 
 @pytest.mark.parametrize("sampler", ["once", "eager", "lives"])
 @pytest.mark.parametrize("stop, total", [(1, 99), (3, 99), (5, 99), (4, 4)])
-def test_a_batch_ahead_is_drawn_again_by_what_the_sampler_knew_then(
+def test_a_resumed_run_draws_the_batches_ahead_by_what_the_sampler_knew_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampler: str, stop: int, total: int
 ) -> None:
     """Also after the last step of a run that is made longer, which draws nothing ahead."""
-    monkeypatch.setattr(Rollouts, "requests", lambda *arguments: (None, None, None))
+    monkeypatch.setattr("verl.trainer.asynchronous.scheduler._LOOK_S", 0.001)
 
-    def make(total: int = 99) -> Any:
-        trainer = trainer_of(tmp_path, sampler, total=total, cls=OneStepOffRayTrainer)
-        trainer.actor_rollout_wg = SimpleNamespace()
-        trainer._begin = lambda coming, timing: None
-        trainer.generate = lambda batch, *arguments: batch
-        trainer.score = lambda batch, *arguments: batch
-        trainer._checked = lambda name, batch, method, *more: method() if batch is None else method(batch, *more)
-        trainer._finished = lambda coming: None
+    def make(folder: Path, total: int = 99) -> Any:
+        trainer = driver.make_trainer(folder, resume_mode="auto", cls=OneStepOffRayTrainer, mode="one_step_off")
+        trainer.state.total_steps = total
+        prompts = driver.Prompts()
+        made = SAMPLERS[sampler](prompts)
+        trainer.train_dataloader = loaders.train_loader(trainer.run_config.data, 1, prompts, None, made)
+        controller: Any = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        groups: Any = {"actor": Writes()}
+        trainer.checkpoints = Checkpoints(
+            trainer.run_config, trainer.state, groups, trainer.train_dataloader, controller, {}
+        )
+        trainer.checkpoints.root = folder
         return trainer
 
     def run(trainer: Any, until: int) -> dict[int, list[int]]:
         rows = trainer._training_rows()
         seen = {}
         while trainer.global_steps < until:
-            trainer.course.begin_step()
+            trainer.state.begin_step()
+            trainer._sync_before_generation({})
             batch = trainer.collect(rows, {}, {})
-            seen[trainer.global_steps] = tensors_of(batch)["x"].tolist()
+            drawn = batch.non_tensor_batch["extra_info"][:: driver.SAMPLES]
+            seen[trainer.global_steps] = [extra["index"] for extra in drawn]
             learn(trainer, Batch(seen[trainer.global_steps]))
+            trainer.engine_number += 1
         return seen
 
-    whole = run(make(), 9)
-    first = make(total)
+    whole = make(tmp_path / "whole")
+    expected = run(whole, 9)
+    driver.end(whole)
+    first = make(tmp_path / "parts", total)
     seen = run(first, stop)
-    if first._next is not None:
-        first._next.save = lambda folder: Path(folder, FILE_NAME).touch()
     first._save_checkpoint()
-    second = make()
-    second.checkpoints.load(tmp_path / f"global_step_{stop}")
-    assert seen | run(second, 9) == whole
+    driver.end(first)
+    second = make(tmp_path / "parts")
+
+    def resume() -> int:
+        second.checkpoints.load(tmp_path / "parts" / f"global_step_{stop}")
+        return stop
+
+    second.checkpoints.resume = resume
+    second._load_checkpoint()
+    assert seen | run(second, 9) == expected
+    driver.end(second)
 
 
 def test_a_longer_run_draws_again_what_a_step_that_was_not_full_had_drawn(tmp_path: Path) -> None:

@@ -614,7 +614,7 @@ def test_a_file_of_a_recipe_that_was_changed_is_named(tmp_path):
     reader = SimpleNamespace(load_checkpoint=lambda path, del_local_after_load: None)
     checkpoints = checkpoints_of(tmp_path, state, {"actor": WritingGroup(tmp_path)})
     checkpoints.loader = Loader()
-    path = checkpoints.begin() / "generation.pkl"
+    path = checkpoints.begin() / "groups.pkl"
     path.write_bytes(b"responses")
     checkpoints.save(extra_files=[path.name])
     checkpoints.groups = {"actor": reader}
@@ -623,7 +623,7 @@ def test_a_file_of_a_recipe_that_was_changed_is_named(tmp_path):
     checkpoints.check_extra_file(found)
     for content in (b"responsez", b"response"):
         path.write_bytes(content)
-        with pytest.raises(WrongInput, match="global_step_2 cannot be resumed from: generation.pkl has"):
+        with pytest.raises(WrongInput, match="global_step_2 cannot be resumed from: groups.pkl has"):
             checkpoints.check_extra_file(found)
     path.unlink()
     checkpoints.check_extra_file(found)  # whoever reads it names it

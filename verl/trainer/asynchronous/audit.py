@@ -32,6 +32,7 @@ class _Facts(TypedDict):
     reason: str
     length: int
     scores: list[float]
+    drawn: int
 
 
 @dataclass
@@ -43,7 +44,8 @@ class Audit:
         reasons: why a group was given up.
         left: groups that were drawn and are in no update, without a reason: they were under way at the end.
         twice: groups that are in two updates.
-        missing: groups of an update, or numbers below the largest one, that were never drawn.
+        missing: numbers below the largest one that were never drawn; not those before a ledger that begins with a
+            resumed run, as after a checkpoint of the main trainer.
         ages: groups by age, the versions between their oldest token and the newest version of their update.
         lengths, scores: tokens and scores of the responses to each prompt, as far as they are known.
     """
@@ -64,11 +66,14 @@ class Audit:
         drawn: set[int] = set()
         oldest: dict[int, dict[int, int]] = {}
         lengths: dict[int, dict[int, int]] = {}
+        start = 0
         newest: dict[int, int] = {}
         for event in events:
             facts = cast(_Facts, event.facts)
             if event.kind == "drawn":
                 drawn.add(facts["number"])
+            elif event.kind == "resumed" and not drawn:
+                start = facts["drawn"]
             elif event.kind == "finished":
                 oldest.setdefault(facts["number"], {})[facts["sample"]] = facts["span"][0]
                 lengths.setdefault(facts["number"], {})[facts["sample"]] = facts["length"]
@@ -83,7 +88,7 @@ class Audit:
         trained = Counter(number for numbers in audit.updates.values() for number in numbers)
         audit.twice = sorted(number for number, count in trained.items() if count > 1)
         audit.left = sorted(drawn - trained.keys() - audit.reasons.keys())
-        known = range(max(drawn | trained.keys(), default=-1) + 1)
+        known = range(start, max(drawn | trained.keys(), default=-1) + 1)
         audit.missing = sorted(set(known) - drawn)
         audit.ages = Counter(
             newest[update] - min(oldest[number].values())

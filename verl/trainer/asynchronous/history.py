@@ -12,7 +12,7 @@ import torch
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.held import KeptTokens
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
+from verl.trainer.asynchronous.ledger import LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.loading import load_pickle
 
@@ -25,6 +25,7 @@ class _Facts(TypedDict):
     sample: int
     samples: int
     span: tuple[int, int]
+    planned: int
     reason: str
     update: int
     numbers: list[int]
@@ -36,7 +37,7 @@ class History:
     """Recorded batches, trajectories and weights.
 
     Attributes:
-        ledger: holds the payloads.
+        ledger: holds the payloads; None if there are none.
         trusted_classes: classes that payloads may hold besides plain values and tensors.
         batches: the numbers of the groups of each update; the last attempt at an update counts.
         finished: the events that hold the responses of a group, by their place in it.
@@ -47,7 +48,7 @@ class History:
         weights: digests of the weights after each update, one per rank.
     """
 
-    ledger: Ledger | LedgerReader
+    ledger: LedgerReader | None
     trusted_classes: tuple[str, ...] = ()
     batches: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class History:
     _facts: dict[int, _Facts] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, ledger: Ledger | LedgerReader, after: int, trusted_classes: Iterable[str]) -> "History":
+    def read(cls, ledger: LedgerReader, after: int, trusted_classes: Iterable[str]) -> "History":
         """Read the events after a place."""
         history = cls(ledger, tuple(trusted_classes))
         for event in ledger.events("finished", "scored", "failed", "batch", "update", after=after):
@@ -95,6 +96,8 @@ class History:
 
     def restore(self, group: Group) -> None:
         """Give a group its recorded responses, and the tokens of those that were interrupted."""
+        if self.ledger is None:
+            return
         for place, seq in self.finished.get(group.number, {}).items():
             response = unpacked(self.ledger.payload(seq), f"event {seq} of the ledger", self.trusted_classes)
             if set(response.non_tensor_batch["uid"].tolist()) != set(group.prepared.non_tensor_batch["uid"].tolist()):
@@ -105,6 +108,7 @@ class History:
             check_samples(group, self._facts[seq]["samples"])
             oldest, newest = self._facts[seq]["span"]
             group.spans[place] = oldest, newest
+            group.plan(self._facts[seq]["planned"])
             group.responses[place] = response
         for place in group.missing:
             begun = self.begun.get(group.number, {}).get(place)
@@ -114,7 +118,7 @@ class History:
     def add_scores(self, group: Group) -> None:
         """Give the responses of a group their recorded scores, if there are any."""
         scores = self.scored.get(group.number)
-        if scores is not None and group.output is not None:
+        if scores is not None and group.output is not None and self.ledger is not None:
             content = io.BytesIO(self.ledger.payload(scores))
             tensors_of(group.output)["rm_scores"] = torch.load(content, weights_only=True)
 

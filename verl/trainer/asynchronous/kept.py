@@ -2,7 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ FILE_NAME = "groups.pkl"
 _PROGRESS = "progress"
 _NUMBER = "__number__"
 _VERSION = "__version__"
+_PLANNED = "__planned__"
 _SPANS = "__spans__"
 _OUTPUT = "__output__"
 _RESPONSES = "__responses__"
@@ -34,7 +35,7 @@ class Progress:
         trained, tokens_trained, score_trained: the same of responses in an update.
         stale_groups: groups that an update has trained after their version was no longer the newest.
         stale_trajectories: responses of which that is true.
-        failed: groups that were given up because their agent loops failed.
+        failed: numbers of the groups that were given up because their agent loops failed.
         dropped: groups that were too old to be trained.
         restarted: responses that were under way when the run ended, and were sampled again.
         trained_number: the engine's number of the weights at the checkpoint.
@@ -50,7 +51,7 @@ class Progress:
     score_trained: float | None = 0.0
     stale_groups: int = 0
     stale_trajectories: int = 0
-    failed: int = 0
+    failed: list[int] = field(default_factory=list)
     dropped: int = 0
     restarted: int = 0
     trained_number: int = 0
@@ -88,6 +89,8 @@ def save_groups(folder: Path, groups: Sequence[Group], progress: Progress) -> No
     if groups:
         rows.non_tensor_batch[_NUMBER] = np.array([group.number for group in groups])
         rows.non_tensor_batch[_VERSION] = np.array([group.version for group in groups])
+        planned = [None if group.output is None and not group.responses else group.planned for group in groups]
+        rows.non_tensor_batch[_PLANNED] = object_array(planned)
         rows.non_tensor_batch[_SPANS] = object_array([dict(group.spans) for group in groups])
         rows.non_tensor_batch[_RESPONSES] = object_array([dict(group.responses) for group in groups])
         rows.non_tensor_batch[_OUTPUT] = object_array([group.output for group in groups])
@@ -116,6 +119,7 @@ def load_groups(
         return [], progress
     numbers = rows.non_tensor_batch.pop(_NUMBER).tolist()
     versions = rows.non_tensor_batch.pop(_VERSION).tolist()
+    planned = rows.non_tensor_batch.pop(_PLANNED)
     spans = rows.non_tensor_batch.pop(_SPANS)
     responses = rows.non_tensor_batch.pop(_RESPONSES)
     outputs = rows.non_tensor_batch.pop(_OUTPUT)
@@ -123,6 +127,7 @@ def load_groups(
     for at, number in enumerate(numbers):
         group = new_group(number, rows[at : at + 1])
         group.version = versions[at]
+        group.planned = planned[at]
         group.spans = spans[at]
         group.output = outputs[at]
         group.responses = {} if group.output is not None else responses[at]

@@ -22,10 +22,12 @@ class Waiting(NamedTuple):
     Attributes:
         order: its place in the order in which groups finished.
         version: the oldest version that sampled one of its tokens.
+        number: the place of its prompt in the order of the data.
     """
 
     order: int
     version: int
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,14 @@ class Pace:
         updates: updates between two publications.
         ahead: groups that may be sent ahead for later versions, as a share of those of one version.
         bound: most versions between the sampling of a token and its update; None without a limit.
+        in_order: whether an update takes the groups in the order of the data, whichever finish first.
     """
 
     groups: int
     updates: int
     ahead: float
     bound: int | None = None
+    in_order: bool = False
 
     def version(self, update: int) -> int:
         """Return the newest version before an update, if every publication has been made that is due by then."""
@@ -63,16 +67,23 @@ class Pace:
         """Return the last update that may train a token of a version; None without a limit."""
         return None if self.bound is None else (version + self.bound + 1) * self.updates - 1
 
-    def choose(self, update: int, finished: Sequence[Waiting], in_flight: Sequence[int]) -> list[Waiting] | None:
+    def choose(
+        self, update: int, finished: Sequence[Waiting], in_flight: Sequence[int], first_in_flight: int | None = None
+    ) -> list[Waiting] | None:
         """Return the groups of an update, those with the oldest tokens first; None if it has to wait.
 
         Without a limit the first groups that finished are taken. With one, an update also waits until the groups that
-        are left, those in flight included, can still be trained in time.
+        are left, those in flight included, can still be trained in time. In the order of the data, an update waits for
+        all groups before its last one.
 
-        Args: ``in_flight`` are the versions at which the unfinished groups were sent.
+        Args: ``in_flight`` are the versions at which the unfinished groups were sent, and ``first_in_flight`` is the
+            lowest of their numbers.
         """
         if len(finished) < self.groups:
             return None
+        if self.in_order:
+            chosen = sorted(finished, key=lambda group: group.number)[: self.groups]
+            return chosen if first_in_flight is None or chosen[-1].number < first_in_flight else None
         if self.bound is None:
             return sorted(finished)[: self.groups]
         by_age = sorted(finished, key=lambda group: (group.version, group.order))

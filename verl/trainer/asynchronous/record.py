@@ -39,10 +39,12 @@ class RunRecord:
     """Writes what decides what is trained to a ledger, and knows what it says about updates that are to be repeated.
 
     Attributes: ``history`` says which updates are repeated; a replay repeats all of them, and writes no ledger.
+        ``is_replay`` says whether the run follows the ledger of another one.
     """
 
-    def __init__(self, ledger: Ledger | None, history: History) -> None:
+    def __init__(self, ledger: Ledger | None, history: History, is_replay: bool = False) -> None:
         self.history = history
+        self.is_replay = is_replay
         self._ledger = ledger
         self._exported = 0
 
@@ -67,16 +69,16 @@ class RunRecord:
         history = History.read(reader, 0, trusted_classes)
         if not history.batches:
             raise WrongInput(f"async_training.replay={path}: the ledger holds no batch, so there is nothing to replay")
-        return cls(None, history)
+        return cls(None, history, is_replay=True)
 
-    @property
-    def is_replay(self) -> bool:
-        """Whether the run follows the ledger of another one."""
-        return self._ledger is None
+    @classmethod
+    def of_validation(cls) -> Self:
+        """Write and read no ledger, since nothing is trained."""
+        return cls(None, History(None))
 
     @property
     def last_seq(self) -> int:
-        """The number of the last event; 0 in a replay."""
+        """The number of the last event; 0 without a ledger."""
         return 0 if self._ledger is None else self._ledger.last_seq
 
     def resume(self, step: int, seq: int, segment: Path, trusted_classes: Iterable[str]) -> None:
@@ -101,15 +103,19 @@ class RunRecord:
             return
         self.history = History.read(self._ledger, seq, trusted_classes)
 
-    def tell_resumed(self, step: int) -> int:
-        """Say and record what is repeated and taken over; return how many responses start again."""
-        if self._ledger is None or not self._ledger.last_seq:
+    def tell_resumed(self, step: int, drawn: int) -> int:
+        """Say and record what is repeated and taken over; return how many responses start again.
+
+        Args: ``drawn`` prompts were drawn at the checkpoint.
+        """
+        if self._ledger is None or not (self._ledger.last_seq or step):
             return 0
         history = self.history
         finished, responses = history.num_finished()
         continued, restarted = self._under_way(self._ledger)
         facts: JsonObject = {
             "step": step,
+            "drawn": drawn,
             "updates": sorted(history.batches),
             "finished": finished,
             "responses": responses,
@@ -166,7 +172,7 @@ class RunRecord:
         response = group.responses[place]
         servers = sorted({name for line in response.meta_info["attempts"] for name in line.get("servers", ())})
         facts: JsonObject = {"number": group.number, "sample": place, "samples": len(group.requests)}
-        facts |= {"span": list(group.spans[place]), "servers": servers}
+        facts |= {"span": list(group.spans[place]), "servers": servers, "planned": group.planned}
         facts["length"] = response_lengths(response)[0]
         self._append("finished", facts, packed(response))
 

@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.manager import PendingGeneration, joined_answe
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.pacing import Pace, Waiting
 from verl.utils.json_types import Json
-from verl.utils.observe.timeline import Span
+from verl.utils.observe.timeline import Part, Span
 
 _LOOK_S = 2.0
 """Seconds between two looks at the servers while an update waits for groups."""
@@ -35,12 +35,14 @@ class Group:
         seeds: the sampling seed of each response.
         version: version of the weights that the servers had when it was sent; once it has finished, the oldest version
             that sampled one of its tokens.
+        planned: number of these weights in the engine, as records count it; that of the oldest if it was sent again.
         spans: the oldest and the newest version that sampled a token of each response.
         pending: the call of an agent loop worker for each response that is under way, by its place in the group.
         responses: those that are there while others are under way, by their place in the group.
         kept: tokens of missing responses, by their place, which an earlier run has sampled.
         sent_at: when it was sent, in monotonic seconds.
         output: the responses, once all of them are there.
+        recorded: spans of its agent loops, if they were asked to record them.
     """
 
     number: int
@@ -54,8 +56,10 @@ class Group:
     pending: dict[int, PendingGeneration] = field(default_factory=dict)
     responses: dict[int, DataProto] = field(default_factory=dict)
     kept: dict[int, KeptTokens] = field(default_factory=dict)
+    planned: int | None = None
     sent_at: float = 0.0
     output: DataProto | None = None
+    recorded: list[Part] = field(default_factory=list)
 
     @property
     def missing(self) -> list[int]:
@@ -66,6 +70,10 @@ class Group:
     def uid(self) -> str:
         """The id of the prompt."""
         return str(self.prepared.non_tensor_batch["uid"][0])
+
+    def plan(self, number: int) -> None:
+        """Note that weights with a number are to sample some of its responses."""
+        self.planned = number if self.planned is None else min(number, self.planned)
 
     def join(self) -> DataProto:
         """Make the output of the responses, all of which are there, and return it."""
@@ -116,6 +124,7 @@ class Scheduler:
     _events: "queue.SimpleQueue[tuple[Group, int, Future[DataProto]] | None]" = field(default_factory=queue.SimpleQueue)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _ended: list[Span] = field(default_factory=list)
+    _failed_count: int = 0
     _is_held: bool = False
     _last_change: float = 0.0
     _failed: tuple[Group, int] | None = None
@@ -143,10 +152,22 @@ class Scheduler:
         return sorted(groups, key=lambda group: group.number)
 
     def room(self) -> int:
-        """Return how many groups may be drawn now."""
+        """Return how many groups may be drawn now.
+
+        In the order of the data, the place of a group that failed stays empty until the next publication, unless the
+        next update lacks groups. Which version samples a group thus does not depend on when another one fails.
+        """
         with self._changed:
             count = len(self._backlog) + len(self._in_flight) + len(self._finished)
-            return self.pace.room(self.version, self.next_update, count)
+            if not self.pace.in_order:
+                return self.pace.room(self.version, self.next_update, count)
+            room = self.pace.room(self.version, self.next_update, count + self._failed_count)
+            return max(room, self.pace.groups - count)
+
+    def leave_out(self) -> None:
+        """Note that a group is not sent because it failed before."""
+        with self._changed:
+            self._failed_count += 1
 
     def add(self, groups: Sequence[Group]) -> None:
         """Send these groups, or keep those that have their responses already."""
@@ -198,6 +219,7 @@ class Scheduler:
         """Note that the servers have a version, and send on."""
         with self._changed:
             self.version = version
+            self._failed_count = 0
             self._is_held = False
             self._send_what_fits()
 
@@ -247,10 +269,11 @@ class Scheduler:
 
     def _choose(self) -> list[int] | None:
         finished = list(self._finished.values())
-        waiting = [Waiting(order, group.version) for order, group in enumerate(finished)]
+        waiting = [Waiting(order, group.version, group.number) for order, group in enumerate(finished)]
         unfinished = [group.version for group in self._in_flight.values()]
         unfinished += [self.version] * len(self._backlog)
-        chosen = self.pace.choose(self.next_update, waiting, unfinished)
+        first = min((group.number for group in [*self._in_flight.values(), *self._backlog]), default=None)
+        chosen = self.pace.choose(self.next_update, waiting, unfinished, first)
         return None if chosen is None else [finished[each.order].number for each in chosen]
 
     def take_spans(self) -> list[Span]:
@@ -284,6 +307,8 @@ class Scheduler:
                 self._ended.append(_span_of(group))
                 if is_trained:
                     self._finished[group.number] = group
+                else:
+                    self._failed_count += 1
                 self._send_what_fits()
             self._changed.notify_all()
         return self._failed is None

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -24,12 +25,16 @@ from verl.trainer.asynchronous.metrics import group_metrics, overlap
 from verl.trainer.asynchronous.pacing import Pace
 from verl.trainer.asynchronous.record import SEGMENT, RunRecord
 from verl.trainer.asynchronous.scheduler import Group, Scheduler
+from verl.trainer.config.async_training import ONE_STEP_OFF, AsyncTrainingConfig
+from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollouts import Sampled
 from verl.trainer.ppo.state import Metrics, Timing
+from verl.utils.dataset.factory import has_state
+from verl.utils.failures import on_failure
 from verl.utils.numerics.seeding import seed_process
-from verl.utils.observe.timeline import Clock, Part
+from verl.utils.observe.timeline import RECORDED, Clock, Part
 from verl.utils.profiler import marked_timer
 from verl.utils.py_functional import object_array
 from verl.workers.rollout.base import DROPPED_COLUMN
@@ -44,24 +49,36 @@ class AsyncTrainer(RayPPOTrainer):
     """PPO whose servers generate group after group, while the trainer trains on those that have finished.
 
     A step is one update. Before it, the weights are published if that is due, and prompts are drawn as far as the pace
-    allows. Prompts have their uids and seeds by their place in the data, so these do not depend on when they are drawn.
+    allows. Prompts have their uids and seeds by their place in the data, so these do not depend on when they are drawn;
+    they are those of the step in which the main trainer would train them.
 
     With ``async_training.mode=colocate_async`` servers and trainer take turns on the same devices: once an update has
     its groups, the other responses are interrupted, and go on under the new weights after the update.
 
     A checkpoint holds the groups that are drawn and not trained: the finished ones with their responses, the others to
-    be sampled anew, with the same seeds, but for the responses that are there.
+    be sampled anew, with the same seeds, but for the responses that are there. If updates take the groups in the order
+    of the data, the checkpoint waits for those in flight, so that a resumed run has the responses of one that was not
+    stopped.
     """
 
     _may_end_before = ()  # a checkpoint of the last step would need the groups of this one
     _scores_while_generating = False  # the devices of a reward model may train or score the batch before
     _taken: Sequence[Group] = ()
     _end_of_data: EndOfDataError | None = None
+    _undrawn: DataPosition | None = None
+    """The place in the data after the last draw in their order: a longer run draws the next one there.
+
+    It draws by what a sampler knew then, as a run does that draws a batch ahead.
+    """
     _failed_in_a_row = 0
     _published = 0
     """The engine's version of the weights that the servers have."""
     _moved = 0
     """What the engine's version in this process lacks to that in the first process of the run, which records have."""
+
+    @property
+    def _options(self) -> AsyncTrainingConfig:
+        return self.run_config.async_training.decided
 
     # ---- the parts of a run
 
@@ -77,7 +94,7 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _start_agent_loops(self) -> None:
         """Start the servers and the actors that run agent loops, which a replay does not need."""
-        if self.run_config.async_training.replay is None:
+        if self._options.replay is None:
             super()._start_agent_loops()
         self.async_rollout_mode = True
 
@@ -85,27 +102,31 @@ class AsyncTrainer(RayPPOTrainer):
     def record(self) -> RunRecord:
         """The ledger of the run."""
         trusted = self.run_config.trainer.trusted_classes
-        replay = self.run_config.async_training.replay
+        replay = self._options.replay
         if replay is not None:
             return RunRecord.of_replay(Path(replay), trusted)
+        if self.run_config.trainer.val_only:
+            return RunRecord.of_validation()
         return RunRecord.of_run(self.checkpoints.root, trusted, self.run_config.trainer.resume_mode == "disable")
 
     @functools.cached_property
     def pace(self) -> Pace:
         """How far generation runs ahead."""
-        options = self.run_config.async_training
+        options = self._options
         return Pace(
             self.run_config.prompts_per_step,
             options.trigger_parameter_sync_step,
             options.staleness_threshold,
             options.max_off_policy_threshold,
+            in_order=options.mode == ONE_STEP_OFF,
         )
 
     @functools.cached_property
     def scheduler(self) -> Scheduler:
         """The groups on their way."""
         servers = None if self.record.is_replay else self._loops.servers
-        most = self.pace.room(0, 0, 0) if servers is None else _REQUESTS_PER_SERVER * len(servers.replicas)
+        is_limited = servers is not None and not self.pace.in_order  # in their order the servers get whole batches
+        most = _REQUESTS_PER_SERVER * len(servers.replicas) if servers and is_limited else self.pace.room(0, 0, 0)
         return Scheduler(
             self.pace, self._send, self._receive, self._drop, most, self.run_config.trainer.worker_call_timeout_s
         )
@@ -144,26 +165,41 @@ class AsyncTrainer(RayPPOTrainer):
             return
         update = self.state.step - 1
         if update % self.pace.updates == 0 or self.state.engine_version is None:
-            with marked_timer("sync_rollout_weights", timing):
-                self._publish()
+            self._publish(timing)
 
-    def _publish(self) -> None:
+    def _publish(self, timing: Timing) -> None:
         """Give the weights to the servers; unfinished responses go on under them, or are waited for before."""
-        if self._takes_turns:
-            self._number_weights(self.pace.version(self.scheduler.next_update))
-            self._loops.go_on(self.state.step)
-            self.scheduler.published(self.pace.version(self.scheduler.next_update))
-            return
-        if not self.run_config.async_training.partial_rollout:
-            with phase("generate", step=self.state.step):
-                self.scheduler.drain(self._look_after_servers)
-        self._send_weights()
-        self.scheduler.published(self.pace.version(self.scheduler.next_update))
+        version = self.pace.version(self.scheduler.next_update)
+        if not self._options.partial_rollout and not self._takes_turns:
+            self._drain(timing)
+        with marked_timer("sync_rollout_weights", timing):
+            self._number_weights(version)
+            if self._takes_turns:
+                self._loops.go_on(self.state.step)
+            else:
+                self.state.engine_version = None  # servers that have lost their weights get them too
+                self.sync_weights()
+        self.scheduler.published(version)
 
-    def _send_weights(self) -> None:
-        self._number_weights(self.pace.version(self.scheduler.next_update))
-        self.state.engine_version = None  # servers that have lost their weights get them too
-        self.sync_weights()
+    def _drain(self, timing: Timing) -> None:
+        """Wait until the servers have finished what they have."""
+        with self._waiting(timing):
+            self.scheduler.drain(self._look_after_servers)
+
+    @contextmanager
+    def _waiting(self, timing: Timing) -> Iterator[None]:
+        """Time a wait for responses; if one fails, the account of its attempts is kept."""
+        timer = "wait_prev_gen" if self.pace.in_order else "wait_groups"
+        with (
+            phase("generate", step=self.state.step),
+            marked_timer(timer, timing),
+            on_failure(lambda _: self._log_attempts()),
+        ):
+            yield
+
+    def _log_attempts(self) -> None:
+        if self.records is not None and not self.record.is_replay:
+            self.records.log_attempts(self._loops.take_attempts())
 
     def _number_weights(self, version: int) -> None:
         """Note the version of the weights that the trainer has now, which servers may get."""
@@ -173,12 +209,15 @@ class AsyncTrainer(RayPPOTrainer):
         self._version_of[self._published] = version
 
     def _look_after_servers(self) -> None:
-        """Replace servers that have died; if one has, all get the present weights."""
+        """Replace servers that have died; if one has, all get the present weights.
+
+        If no response may go on under other weights, they get them only if all have died.
+        """
         servers = self._loops.servers
         if servers is None:  # the workers of the trainer serve, and their death ends the run
             return
         self._number_weights(self.pace.version(self.scheduler.next_update))
-        servers.look_after(self._loops.sender(self.state.step), False, Event())
+        servers.look_after(self._loops.sender(self.state.step), not self._options.partial_rollout, Event())
 
     # ---- groups
 
@@ -186,15 +225,18 @@ class AsyncTrainer(RayPPOTrainer):
         """Wait for the groups of this step, send others as far as the pace allows, and score these."""
         started = time.perf_counter()
         update = self.scheduler.next_update
-        with phase("generate", step=self.state.step), marked_timer("wait_groups", timing):
+        with self._waiting(timing):
             self._taken = self._recorded(rows, update) or self._finished(rows)
         if self._takes_turns:
             with phase("generate", step=self.state.step), marked_timer("interrupt", timing):
                 self._interrupt()
         self.record.batch(update, self.scheduler.version, self._taken)
+        if self.pace.in_order and self.state.is_last_step and self.checkpoints.may_be_written:
+            self._undrawn = self.checkpoints.position()
         metrics["fully_async/total_wait_time"] = time.perf_counter() - started
-        self._draw(rows)
-        metrics |= group_metrics(self._taken, self.scheduler.version, self.progress)
+        if not self.pace.in_order:  # which draws after a publication alone
+            self._draw(rows)
+        metrics |= group_metrics(self._taken, self.scheduler.version, self.progress, self.pace.in_order)
         seed_process(self.state.seed, "driver", self.state.step)  # whatever was drawn meanwhile
         batch = self._checked("prepare", None, lambda: DataProto.concat([group.prepared for group in self._taken]))
         batch = self._checked("generate", batch, self.generate, metrics, timing)
@@ -238,9 +280,11 @@ class AsyncTrainer(RayPPOTrainer):
         if len(wanted) != self.pace.groups:
             raise WrongInput(
                 f"update {update} was recorded with {len(wanted)} groups, and has {self.pace.groups} now: restore "
-                "actor_rollout_ref.actor.ppo_mini_batch_size and async_training.require_batches, or give the run "
-                "another folder"
+                "actor_rollout_ref.actor.ppo_mini_batch_size and async_training.require_batches, with "
+                "async_training.mode=one_step_off data.train_batch_size, or give the run another folder"
             )
+        if self.pace.in_order and not self.record.is_replay:
+            return []  # the order of the data gives the same groups
         while self.progress.drawn <= max(wanted):
             self._unsent.extend(self._prepared(rows))
         known = [group for group in self._unsent if group.number in wanted and group.output is not None]
@@ -261,11 +305,15 @@ class AsyncTrainer(RayPPOTrainer):
         if self.record.is_replay:
             output = _without_reports(joined_answers(outputs))
         else:
-            numbers = [each for output in outputs for each in output.meta_info["versions"] if each is not None]
-            planned = min(numbers, default=self._published)  # the pace keeps the limit
-            output = self._loops.gather(outputs, timing["wait_groups"], planned)
+            planned = min(group.planned for group in taken if group.planned is not None) - self._moved
+            if self.pace.in_order:  # they were generated during the step before
+                seconds = max(output.meta_info["elapsed_s"] for output in outputs)
+            else:
+                seconds = timing["wait_groups"]
+            output = self._loops.gather(outputs, seconds, planned)
+            self._log_attempts()
             if self.records is not None:
-                self.records.log_attempts(self._loops.take_attempts())
+                self.records.keep_spans([part for group in taken for part in group.recorded])
         self.rollouts.receive(requests, output, metrics, timing)
         return prompts, output, tensors_of(requests)["sampling_seed"]
 
@@ -276,12 +324,27 @@ class AsyncTrainer(RayPPOTrainer):
         room = self.scheduler.room()
         rest = (self.state.total_steps - self.scheduler.next_update) * self.pace.groups
         room = min(room, rest - len(self.scheduler.outstanding))
-        while len(self._unsent) < room and self._end_of_data is None:
+        groups: list[Group] = []
+        while len(groups) < room and (group := self._next_group(rows)) is not None:
+            if self._is_wanted(group):
+                groups.append(group)
+                continue
+            self.progress.failed.append(group.number)
+            if self.pace.in_order:
+                self.scheduler.leave_out()
+                room -= 1
+        self.scheduler.add(groups)
+
+    def _next_group(self, rows: Iterator[Rows]) -> Group | None:
+        """Return the next group to be sent; None at the end of the data."""
+        while not self._unsent and self._end_of_data is None:
+            before = self.checkpoints.position() if self.pace.in_order else None
             try:
                 self._unsent.extend(self._prepared(rows))
             except EndOfDataError as end:
                 self._end_of_data = end
-        self.scheduler.add([self._unsent.popleft() for _ in range(min(room, len(self._unsent)))])
+                self._undrawn = before
+        return self._unsent.popleft() if self._unsent else None
 
     def _prepared(self, rows: Iterator[Rows]) -> list[Group]:
         """Draw the next prompts of the data."""
@@ -293,37 +356,47 @@ class AsyncTrainer(RayPPOTrainer):
         groups = [self._group(first + at, prepared[at : at + 1]) for at in range(len(prepared))]
         for group in groups:
             self.record.drawn(group)
-        return [group for group in groups if self._is_wanted(group)]
+            self._restore(group)
+        return groups
 
-    def _is_wanted(self, group: Group) -> bool:
-        """Give a group what the ledger has of it; return whether it can be trained."""
+    def _restore(self, group: Group) -> None:
+        """Give a group what the ledger has of it."""
         history = self.record.history
         if group.number in history.failed:
-            return False
+            self.progress.failed.append(group.number)
+            return
         history.restore(group)
-        if group.missing:
-            return True
-        return self._completed(group)
+        if not group.missing and not self._completed(group):
+            history.failed[group.number] = "its recorded responses failed"
+
+    def _is_wanted(self, group: Group) -> bool:
+        """Whether a group can be trained: not if the ledger says that it has failed."""
+        return group.number not in self.record.history.failed
+
+    def _step_of(self, number: int) -> int:
+        """Return the step of which the prompt with a number is one if none fails."""
+        return number // self.pace.groups + 1
 
     def _group(self, number: int, prepared: DataProto) -> Group:
         """Return the group of a prompt, which is still to be sent."""
         row = prepared.select()
-        row.meta_info = {"first_prompt": number}
+        row.meta_info = {"first_prompt": number % self.pace.groups}
         with self._as_drawn(number):
             prompt, requests, seeds = self.rollouts.requests(row, self.reward_fn, {})
         row.meta_info.pop("first_prompt")
         for part in (prompt, requests):
-            part.meta_info = {name: value for name, value in part.meta_info.items() if name != "first_prompt"}
+            meta = part.meta_info.items()
+            part.meta_info = {name: value for name, value in meta if name not in ("first_prompt", "global_steps")}
         return Group(number, prepared, row, prompt, requests, seeds)
 
     @contextmanager
     def _as_drawn(self, number: int) -> Iterator[None]:
-        """Count prompts from the start of the run, whatever the step in which they are drawn."""
+        """Let the state be that of the main trainer when it draws a prompt, whatever the step in which it is drawn."""
         state = self.state
         step = state.step
         drawn = state.prompts_drawn
-        state.step = 0
-        state.prompts_drawn = number
+        state.step = self._step_of(number)
+        state.prompts_drawn = number % self.pace.groups
         try:
             yield
         finally:
@@ -332,11 +405,16 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _send(self, group: Group) -> "dict[int, Future[DataProto]]":
         """Send the requests of the missing responses of a group to agent loops."""
+        step = self._step_of(group.number) if self.pace.in_order else self.scheduler.next_update + 1
+        records_spans = self.pace.in_order and self.records is not None and self.records.has_timeline(step)
+        group.plan(self._published + self._moved)
         self.record.sent(group, self.scheduler.next_update)
         answers: dict[int, Future[DataProto]] = {}
         for place in group.missing:
             request = group.requests[place : place + 1]
-            request.meta_info = group.requests.meta_info | {"global_steps": self.scheduler.next_update + 1}
+            request.meta_info = group.requests.meta_info | {"global_steps": step}
+            if records_spans:
+                request.meta_info[RECORDED] = True
             tensors_of(request)["sample"] = torch.tensor([place])
             if place in group.kept:
                 kept = group.kept[place].moved(-self._moved)
@@ -352,6 +430,8 @@ class AsyncTrainer(RayPPOTrainer):
         """
         response = self._loops.receive(group.pending[place])
         group.pending.pop(place)
+        if self.pace.in_order:
+            group.recorded += self._loops.take_timeline()
         group.spans[place] = self._span(*_engine_versions(response), group.version)
         group.responses[place] = moved(response, self._moved)
         self.record.finished(group, place)
@@ -367,7 +447,7 @@ class AsyncTrainer(RayPPOTrainer):
             reason = next((line["reason"] for line in lines if line["reason"]), "its agent loops failed")
             self._loops.give_up(output)
             self.record.failed(group, str(reason))
-            self.progress.failed += 1
+            self.progress.failed.append(group.number)
             self._failed_in_a_row += 1
             if self._failed_in_a_row > _MOST_FAILED * self.pace.groups:
                 raise RuntimeError(
@@ -432,28 +512,36 @@ class AsyncTrainer(RayPPOTrainer):
         if self.record.is_replay:  # there are no servers
             return {}
         if not self._takes_turns:  # else the validation gives the weights to the engines itself
-            self._publish()
+            self._publish({})
         return super()._validate()
 
     def _save_checkpoint(self) -> None:
         """Write a checkpoint with the groups that are drawn and not trained, and its place in the ledger."""
+        if self.pace.in_order and not self.record.is_replay:
+            self._drain({})
         progress = self.progress
         progress.trained_number = self.actor_rollout_wg.trained_version()[0] + self._moved
         progress.ledger_seq = self.record.last_seq  # what finishes meanwhile is repeated after a resume
         folder = self.checkpoints.begin()
         untrained = self._taken if self.scheduler.next_update > self.state.step else ()  # the run ends within a step
-        save_groups(folder, [*untrained, *self.scheduler.outstanding, *self._unsent], progress)
+        unsent = [group for group in self._unsent if self._is_wanted(group)]
+        save_groups(folder, [*untrained, *self.scheduler.outstanding, *unsent], progress)
         files = [FILE_NAME]
         if not self.record.is_replay:
             self.record.export(folder, progress.ledger_seq)
             files.append(SEGMENT)
-        self.checkpoints.save(self.checkpoints.position(), files)  # all that was drawn since is in the file
+        position = self.checkpoints.position()  # all that was drawn and not trained is in the file
+        if self._undrawn is not None:
+            sampler = self.train_dataloader.sampler
+            position = replace(self._undrawn, learned=sampler.state_dict() if has_state(sampler) else {})
+        self.checkpoints.save(position, files)
         self.record.saved(self.state.step, progress.ledger_seq)
 
     def _load_checkpoint(self) -> int | None:
         """Restore the run that the configuration resumes, with the groups that were under way."""
         step = super()._load_checkpoint()
         self.scheduler.next_update = self.state.step
+        self.progress.drawn = self.state.step * self.pace.groups  # unless the checkpoint says how many
         files = [path for path in self.checkpoints.extra_files if path.name == FILE_NAME]
         for path in files if step is not None else ():
             self.checkpoints.check_extra_file(path)
@@ -464,10 +552,12 @@ class AsyncTrainer(RayPPOTrainer):
             for group in groups:
                 if group.output is not None:
                     check_samples(group, len(group.output))
-            self._unsent.extend(group for group in groups if group.output is not None or self._is_wanted(group))
+                else:
+                    self._restore(group)
+            self._unsent.extend(groups)
         for number, version in self.record.history.published.items():
             self._version_of[number - self._moved] = version
-        self.progress.restarted += self.record.tell_resumed(self.state.step)
+        self.progress.restarted += self.record.tell_resumed(self.state.step, self.progress.drawn)
         return step
 
 

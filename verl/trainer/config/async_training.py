@@ -1,13 +1,39 @@
 """How far generation may run ahead of training: the node ``async_training``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import ClassVar, TypedDict
 
 from verl.base_config import BaseConfig, setting
 
 SYNC = "sync"
+ONE_STEP_OFF = "one_step_off"
 FULLY_ASYNC = "fully_async"
 COLOCATE_ASYNC = "colocate_async"
-MODES = (SYNC, COLOCATE_ASYNC, FULLY_ASYNC)
+MODES = (SYNC, ONE_STEP_OFF, COLOCATE_ASYNC, FULLY_ASYNC)
+
+
+class Decided(TypedDict, total=False):
+    """Keys of ``AsyncTrainingConfig`` that a mode decides."""
+
+    staleness_threshold: float
+    trigger_parameter_sync_step: int
+    partial_rollout: bool
+    max_off_policy_threshold: int | None
+
+
+DECIDED: Mapping[str, Decided] = MappingProxyType(
+    {
+        ONE_STEP_OFF: Decided(
+            staleness_threshold=1.0,
+            trigger_parameter_sync_step=1,
+            partial_rollout=False,
+            max_off_policy_threshold=1,
+        )
+    }
+)
+"""The keys that a mode decides, with their values."""
 
 
 @dataclass
@@ -16,6 +42,8 @@ class AsyncTrainingConfig(BaseConfig):
 
     A *version* of the weights is what one publication gives to the servers; the first has number 0.
     """
+
+    _is_closed: ClassVar[bool] = True
 
     mode: str = setting(SYNC, "how generation and training follow each other", one_of=MODES)
     staleness_threshold: float = setting(
@@ -39,3 +67,13 @@ class AsyncTrainingConfig(BaseConfig):
     def takes_turns(self) -> bool:
         """Whether it does so on the same devices, in turns."""
         return self.mode == COLOCATE_ASYNC
+
+    @property
+    def gathers_draws(self) -> bool:
+        """Whether an update takes the prompts of several draws."""
+        return self.mode in (COLOCATE_ASYNC, FULLY_ASYNC)
+
+    @property
+    def decided(self) -> "AsyncTrainingConfig":
+        """These settings with the values that the mode decides."""
+        return replace(self, **DECIDED.get(self.mode, Decided()))

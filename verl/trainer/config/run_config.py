@@ -217,10 +217,10 @@ class RunConfig:
         """Number of prompts in a training batch.
 
         It is ``data.train_batch_size`` where a step gathers prompts of several draws: with dynamic sampling, and in
-        asynchronous training.
+        fully asynchronous training.
         """
         groups = self.algorithm.filter_groups
-        gathers = (groups and groups["enable"]) or self.async_training.is_async
+        gathers = (groups and groups["enable"]) or self.async_training.gathers_draws
         return self.data.train_batch_size if gathers else self.data.prompts_per_step
 
     def set_total_training_steps(self, steps: int) -> None:

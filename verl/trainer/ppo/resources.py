@@ -198,7 +198,7 @@ def steps_known_early(run: RunConfig) -> int | None:
 def updates_of(run: RunConfig, batches_per_epoch: int) -> int:
     """Return the number of training steps for which the data suffice, by the batches of one pass over them."""
     batches = batches_per_epoch * run.trainer.total_epochs
-    if run.async_training.is_async:  # a step gathers prompts of several draws
+    if run.async_training.gathers_draws:  # a step gathers prompts of several draws
         return batches * run.data.loader_batch_size // run.prompts_per_step
     return batches
 

@@ -12,6 +12,8 @@ from verl.utils.observe.record import Entry, read_entries, record_of
 T = TypeVar("T")
 
 VOLATILE = (
+    "fully_async/total_wait_time",
+    "fully_async/update_overlap",
     "timing_s/", "time/", "timing_per_token_ms/", "tool_time/", "perf/", "weight_sync/", "train/mfu", "train/time",
 )  # fmt: skip
 """Prefixes of time and memory metrics, in which two equal runs may differ."""

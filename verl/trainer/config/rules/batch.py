@@ -103,7 +103,7 @@ def _train_batch_rules(run: RunConfig, use_reference: bool) -> Iterator[Violatio
         if shared.hybrid_engine:
             shards.append(world // shared.rollout.workers_per_engine)
         unit = math.lcm(*(max(1, size) for size in shards))
-    for key in ("train_batch_size",) if run.async_training.is_async else ("train_batch_size", "gen_batch_size"):
+    for key in ("train_batch_size",) if run.async_training.gathers_draws else ("train_batch_size", "gen_batch_size"):
         size = run.data[key]
         if size is not None and size * n % unit:
             step = unit // math.gcd(unit, n)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from verl.algos.names import ADV_ESTIMATORS, BY_LENGTH, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.base_config import Idle, Kind, NodeReader, Violation, as_yaml
 from verl.models.transformers.packing import packs_rows
+from verl.trainer.config.async_training import AsyncTrainingConfig
 from verl.trainer.config.keys import ABSENT, free_nodes, is_under, select
 from verl.trainer.config.run_config import RunConfig, critic_class, default_of
 from verl.utils.json_types import Json, mapping_at
@@ -54,6 +55,7 @@ _OF_GENERATIVE = ("engine_kwargs", "data_processor_config", "sampling_config")
 _TURNS = tuple(name for name in MultiTurnConfig() if name not in ("_target_", "enable", "num_repeat_rollouts"))
 _LOOPS = ("num_workers", "default_agent_loop", "agent_loop_config_path", "on_failure", "num_retries")
 _DEADLINES = ("turn_timeout_s", "tool_timeout_s", "trajectory_timeout_s", "step_timeout_s", "server_timeout_s")
+_PACE = tuple(name for name in AsyncTrainingConfig() if name not in ("_target_", "mode", "replay"))  # which is refused
 _ENGINE = f"{ROLLOUT}.name"
 _OTHER_ENGINES = (("vllm", "sglang"), ("sglang", "vllm"), ("hf", "vllm"), ("hf", "sglang"))
 _DEVICE = "trainer.device"
@@ -111,6 +113,8 @@ IDLE = [
     Idle("actor_rollout_ref.hybrid_engine", True, ROLLOUT, ("nnodes", "n_gpus_per_node")),
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle(f"{ROLLOUT}.share_weights", True, ROLLOUT, ("update_weights_bucket_megabytes",)),
+    Idle("async_training.mode", "sync", "async_training", _PACE),
+    Idle("async_training.mode", "one_step_off", "async_training", ("require_batches", "use_rollout_log_probs")),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
     Idle(_ENGINE, "hf", ROLLOUT, ("gpu_memory_utilization", "free_cache_engine", "max_num_batched_tokens")),
