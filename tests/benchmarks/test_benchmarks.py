@@ -2,10 +2,8 @@
 
 import importlib.util
 import json
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from verl import DataProto
 
 BENCH = Path(__file__).parents[2] / "benchmarks"
 PARENT = """
@@ -172,227 +168,33 @@ def test_cpu_seconds_are_split_by_what_is_on_the_stack(
     assert table[2].startswith("| **worker** | all | **4.500** | 40 |")
 
 
-def test_the_model_of_the_driver_is_fitted_without_the_runs_that_it_predicts() -> None:
+def test_phases_have_the_least_seconds_of_their_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     scaling = load("driver_scaling")
-    costs = {False: [3e-3, 8e-4, 3e-4, 2e-6, 1.5e-3, 2e-2, 0.0, 1e-7], True: [1e-2, 2e-2, 1e-6, 1e-4, 2e-4, 1e-7]}
-    fitted = [(64, 32, 8), (512, 64, 8), (512, 64, 64), (512, 512, 4), (1024, 256, 8), (2048, 32, 128), (64, 512, 8)]
-    held_out = [(1024, 64, 16), (256, 512, 2), (4096, 32, 32)]
-
-    def line(kind: str, by_reference: bool, case: tuple[int, int, int], factor: float = 1.0) -> dict[str, Any]:
-        seconds = {
-            phase: factor * float(sum(a * b for a, b in zip(costs[by_reference], terms, strict=True)))
-            for phase in scaling.PARTS
-            for terms in [scaling.features(phase, by_reference, *case)]
-        }
-        rows, tokens, workers = case
-        return {"kind": kind, "by_reference": by_reference, "rows": rows, "tokens": tokens, "workers": workers,
-                "seconds": seconds}  # fmt: skip
-
-    for by_reference in (False, True):
-        lines = [line("fit", by_reference, case) for case in fitted]
-        noisy = [line("fit", by_reference, case, 1.5) for case in fitted]  # a round on a busy machine
-        seen = [line("predict", by_reference, case) for case in held_out]
-        wrong = [line("predict", by_reference, case, 7.0) for case in held_out]
-        found = scaling.fit(scaling.summaries([*noisy, *lines, *seen]), by_reference)
-        other = scaling.fit(scaling.summaries([*lines, *wrong]), by_reference)
-        for phase, values in found.items():
-            assert (values >= 0).all() and (values == other[phase]).all()
-            for held in seen:
-                predicted = float(values @ scaling._features(phase, held))
-                assert predicted == pytest.approx(held["seconds"][phase], rel=1e-3, abs=1e-6), (by_reference, phase)
-
-
-def test_a_size_has_the_median_of_its_steady_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaling = load("driver_scaling")
-    case = {"kind": "fit", "by_reference": True, "rows": 8, "tokens": 8, "workers": 1, "work_s": 0.0}
-
-    def line(seconds: float, steady: float | None, **more: float) -> dict[str, Any]:
-        found = {**case, "seconds": dict.fromkeys(scaling.PARTS, seconds), **more}
-        return found if steady is None else found | {"steady_seconds": dict.fromkeys(scaling.PARTS, steady)}
-
-    (one,) = scaling.summaries([line(6.0, 2.0), line(3.0, 1.0), line(8.0, 4.0)])
-    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 2.0) and one["slowness"] == 3.0
-    (one,) = scaling.summaries([line(6.0, None), line(3.0, None), line(8.0, None)])
-    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and "slowness" not in one
     runs = tmp_path / "runs.jsonl"
-    other = line(3.0, None) | {"rows": 16}
-    runs.write_text("\n".join(map(json.dumps, [line(6.0, 2.0), other])))
-    monkeypatch.setattr(sys, "argv", ["driver_scaling.py", "model", str(runs)])
-    with pytest.raises(SystemExit, match="mix steady and other CPU seconds"):
-        scaling.main()
-    runs.write_text(json.dumps(line(6.0, 2.0) | {"kind": "large"}))
-    with pytest.raises(SystemExit, match="without --large"):
-        scaling.main()
-    # steps with work are compared with the wall
-    (one,) = scaling.summaries([line(6.0, 2.0, work_s=1.0), line(3.0, 1.0, work_s=1.0)])
-    assert one["seconds"] == dict.fromkeys(scaling.PARTS, 3.0) and one["slowness"] == 3.0
+    case = {"by_reference": False, "rows": 16, "tokens": 8, "workers": 2, "keeps_memory": True}
+    moved = {phase: {"sent": 2_000_000, "received": 500_000} for phase in scaling.PHASES}
+    seconds = [dict(zip(scaling.PHASES, each, strict=True)) for each in ((5, 1, 1, 1, 1), (2, 3, 1, 1, 1))]
+    lines = [case | {"seconds": each, "through_bytes": moved} for each in seconds]
+    runs.write_text("\n".join(map(json.dumps, [*lines, lines[0] | {"workers": 4}])))
+    monkeypatch.setattr(sys, "argv", ["driver_scaling.py", "phases", str(runs)])
+    scaling.main()
+    printed = capsys.readouterr().out
+    assert "| 16 | 8 | 2 | driver | generate | 2.000 | 2.00 | 0.50 |" in printed
+    assert "| 16 | 8 | 2 | driver | infer | 1.000 | 2.00 | 0.50 |" in printed
+    assert "| 16 | 8 | 2 | driver | all | 6.000 | 10.00 | 2.50 |" in printed
+    assert "| 16 | 8 | 4 | driver | all | 9.000 | 10.00 | 2.50 |" in printed
 
 
-def test_seconds_of_a_slow_core_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = load("core_speed")
-    cpu = SimpleNamespace(s=0.0, probe_s=speed.PROBE_S)
-
-    def probe() -> float:
-        cpu.s += 0.5  # not counted
-        return cpu.probe_s
-
-    monkeypatch.setattr(speed, "INTERVAL_S", 1000.0)  # no signal during the test
-    monkeypatch.setattr(speed, "probe", probe)
-    monkeypatch.setattr(time, "process_time", lambda: cpu.s)
-    with speed.SteadyClock() as clock:
-        assert (clock.now(), clock.spent) == (0.0, 0.5)
-        cpu.s += 3.0
-        assert clock.now() == 3.0
-        clock._tick()
-        cpu.probe_s *= 3
-        cpu.s += 8.0
-        assert clock.now() == 3.0 + 8.0  # the speed of the last probe, until the next
-        clock._tick()
-        assert clock.now() == 3.0 + 8.0 / 2  # between both speeds
-        cpu.s += 6.0
-        assert clock.now() == 7.0 + 6.0 / 3
-        assert clock.spent == 3 * 0.5
-
-
-def test_probes_run_while_the_process_does_and_end_with_the_clock() -> None:
-    speed = load("core_speed")
-    handler = signal.getsignal(signal.SIGPROF)
-    with pytest.raises(KeyError), speed.SteadyClock() as clock:
-        first = clock.spent
-        began = time.process_time()
-        while time.process_time() - began < 0.3:
-            pass
-        assert clock.spent > first > 0
-        assert clock.now() > 0
-        raise KeyError
-    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
-    assert signal.getsignal(signal.SIGPROF) is handler
-
-
-def test_a_signal_during_a_probe_is_not_another_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = load("core_speed")
-    probes = []
-
-    def probe() -> float:
-        probes.append(speed.PROBE_S)
-        clock._tick()
-        return speed.PROBE_S
-
-    monkeypatch.setattr(speed, "probe", probe)
-    monkeypatch.setattr(speed, "INTERVAL_S", 1000.0)
-    clock = speed.SteadyClock()
-    with clock:
-        clock._tick()
-    assert len(probes) == 2
-
-
-def test_the_queue_of_the_driver_by_hand() -> None:
-    queue = load("driver_scaling").queue
-    assert queue(8.0, 4.0, 0.0, 4) == 12.0  # the driver alone
-    assert queue(8.0, 0.0, 10.0, 4) == 18.0  # the last part is sent after 8 s
-    assert queue(8.0, 4.0, 10.0, 4) == 19.0  # three answers while others work
-    assert queue(8.0, 40.0, 10.0, 4) == 12.0 + 40.0  # answers from 12 s on, one after the other
-    assert queue(8.0, 4.0, 10.0, 1) == 22.0  # one worker: nothing overlaps
-    assert queue(8.0, 4.0, 1.0, 4) == 12.0  # the driver has no pause: the last worker ends after 9 s
-    assert queue(0.0, 4.0, 10.0, 4) == 14.0  # all workers end at the same time
-
-
-def test_the_step_of_a_driver_by_hand() -> None:
-    step_s = load("driver_scaling").step_s
-    seconds = {"generate": 6.0, "infer": 9.0, "shape": 2.0, "update": 3.0, "finish": 1.0, "answers": 8.0, "sends": 8.0}
-    # 5 s between calls, and two calls that send for 4 s and end 1 s after the work of their last worker
-    assert step_s(seconds, 2, 20.0, 4) == 5.0 + 2 * (4.0 + 10.0 + 1.0)
-    del seconds["sends"]
-    assert step_s(seconds, 2, 20.0, 4) == 2 * (6.5 + 10.0 + 1.0)
-
-
-@pytest.mark.full  # the test of waiting times measures a size in this process
+@pytest.mark.full
 def test_each_size_has_a_driver_of_its_own(tmp_path: Path) -> None:
     runs = tmp_path / "runs.jsonl"
     command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--rounds", "1"]
     command += ["--steps", "2", "--columns", "driver", "--without-ray", "--cases", "16x16x2", "512x64x8"]
     subprocess.run(command, check=True)
     found = [json.loads(line) for line in runs.read_text().splitlines()]
-    assert sorted((line["kind"], line["rows"], line["workers"]) for line in found) == [
-        ("fit", 512, 8), ("fit", 512, 8), ("predict", 16, 2), ("predict", 16, 2)
-    ]  # fmt: skip
-
-
-def test_a_simulated_worker_works_from_when_its_part_was_sent() -> None:
-    scaling = load("driver_scaling")
-    worker = scaling.SimulatedWorker.__new__(scaling.SimulatedWorker)
-    worker.work_for(0.1)
-    sent_at = time.monotonic()
-    worker.update_actor(DataProto(), sent_at=sent_at)
-    assert time.monotonic() - sent_at >= 0.1
-    assert worker.late_answers() == 0
-    worker.update_actor(DataProto(), sent_at=sent_at)
-    assert worker.late_answers() == 1
-
-
-def test_waiting_times_are_compared_with_those_of_the_queue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaling = load("driver_scaling")
-    runs = tmp_path / "runs.jsonl"
-    command = ["driver_scaling.py", "measure", "--out", str(runs), "--cases", "16x16x2", "--rounds", "1"]
-    command += ["--columns", "driver"]
-    monkeypatch.setattr(sys, "argv", [*command, "--without-ray"])
-    scaling.main()
-    quick = json.loads(runs.read_text()) | {"kind": "fit"}
-    assert quick["work_s"] == 0.0 < quick["wall_s"]
-    wall = {"work_s": 3.0, "late_answers": 0, "ready_s": 0.1, "last_answers_s": 0.2}
-    slow, fast = ({**quick, **wall, "wall_s": wall_s} for wall_s in (3.75, 3.5))
-    found = scaling.summaries([quick, slow, fast])
-    assert [(scaling.worked(line), line["wall_s"]) for line in found] == [(0.0, quick["wall_s"]), (3.0, 3.5)]
-    other = {**fast, "seconds": dict.fromkeys(quick["seconds"], 7.0)}
-    plain, with_work = (scaling.fit(lines, False) for lines in ([quick], [quick, other]))
-    assert all((plain[phase] == with_work[phase]).all() for phase in scaling.PARTS)
-    scaling.compare_waiting([fast], {False: plain}, print)
-    header, _, row = ([cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.split("\n")[1:4])
-    cells = dict(zip(header, row, strict=True))
-    assert (cells["work s"], cells["wall s"], cells["added s"]) == ("3", "3.50", "0.50")
-    expected = scaling.step_s(quick["seconds"], quick["calls"], 3.0, 2)
-    assert float(cells["predicted s"]) == pytest.approx(expected, abs=0.006)
-    monkeypatch.setattr(sys, "argv", [*command, "--without-ray", "--work-s", "1"])
-    with pytest.raises(SystemExit, match="needs Ray"):
-        scaling.main()
-
-
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_step_takes_at_least_the_work_of_its_workers(tmp_path: Path) -> None:
-    runs = tmp_path / "runs.jsonl"
-    command = [sys.executable, str(BENCH / "driver_scaling.py"), "measure", "--out", str(runs), "--cases", "16x16x2"]
-    command += ["--rounds", "1", "--actors", "1", "--store-mb", "100", "--work-s", "1.5"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    through_driver, by_reference = map(json.loads, runs.read_text().splitlines())
-    for line in (through_driver, by_reference):
-        assert line["work_s"] == 1.5 <= line["wall_s"]
-        assert 0 < line["seconds"]["sends"] < sum(line["seconds"][phase] for phase in ("generate", "infer", "update"))
-    assert "steady_seconds" not in through_driver
-    assert all(seconds > 0 for seconds in by_reference["steady_seconds"].values())
-
-
-def test_messages_are_those_of_a_step() -> None:
-    scaling = load("driver_scaling")
-    sizes = scaling.messages(16, 64, 1)
-    assert len(sizes) == sum(scaling.CALLS.values())
-    prompts, responses = 16 * 8, 16 * 56
-    # int64 ids and masks, all below the size from which they are narrowed; fp32 log-probabilities
-    assert sizes[0][0] == pytest.approx(16 * prompts, rel=0.5)
-    assert sizes[0][1] == pytest.approx(8 * (prompts + 2 * responses + 3 * 16 * 64) + 4 * responses, rel=0.1)
-    assert scaling.messages(8192, 64, 1)[2][1] == pytest.approx(8 * 8192 * 56, rel=0.01)  # two columns of fp32
-
-
-def test_a_message_holds_the_token_counts_of_all_rows() -> None:
-    scaling = load("driver_scaling")
-    group = scaling.InProcess(64, scaling.Account())
-    scaling.Step(group, False, 4096, 16).run()
-    for found, expected in zip(group.messages, scaling.messages(4096, 16, 64), strict=True):
-        assert found == pytest.approx(expected, rel=0.02, abs=100)
-    assert group.messages[-1][0] > 2 * 4096  # two bytes of each count, in a part of 64 rows
+    assert sorted((line["rows"], line["workers"]) for line in found) == [(16, 2), (16, 2), (512, 8), (512, 8)]
 
 
 def test_bytes_of_a_phase_are_those_of_its_messages() -> None:
