@@ -62,6 +62,7 @@ def test_the_configuration_of_the_search_passes_too() -> None:
         ("async_training.staleness_threshold", 0.5, "is 1.0 with async_training.mode=one_step_off"),
         ("async_training.trigger_parameter_sync_step", 2, "is 1 with async_training.mode=one_step_off"),
         ("async_training.max_off_policy_threshold", 3, "is 1 with async_training.mode=one_step_off"),
+        ("async_training.off_policy_strategy", "drop", "is wait with async_training.mode=one_step_off"),
         (f"{ROLLOUT}.over_sample_rate", 0.1, "write 0"),
         (f"{ROLLOUT}.n_gpus_per_node", 3, "must be a multiple of tensor_model_parallel_size"),
         (f"{ROLLOUT}.name", "hf", "has no server with name=hf"),

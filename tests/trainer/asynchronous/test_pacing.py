@@ -21,6 +21,8 @@ def simulate(pace: Pace, num_updates: int, seed: int) -> list[list[int]]:
         if update % pace.updates == 0:
             version = pace.version(update)
         while True:
+            if pace.drops:
+                finished = [group for group in finished if not pace.is_late(group.version, update)]
             in_flight += [version] * pace.room(version, update, len(in_flight) + len(finished))
             chosen = pace.choose(update, finished, in_flight)
             if chosen is not None:
@@ -43,6 +45,7 @@ paces = st.builds(
     updates=st.integers(1, 4),
     ahead=st.sampled_from([0.0, 0.1, 0.5, 1.0, 2.0, 3.5]),
     bound=st.one_of(st.none(), st.integers(0, 4)),
+    drops=st.booleans(),
 )
 
 
@@ -64,6 +67,15 @@ def test_the_bound_is_used(bound: int) -> None:
     """A pace that keeps its bound by sending little would not reach it."""
     ages = simulate(Pace(4, 1, 8.0, bound), 200, 2)
     assert max(map(max, ages)) == bound
+
+
+def test_groups_that_are_dropped_hold_up_neither_sending_nor_training() -> None:
+    pace = Pace(groups=1, updates=1, ahead=3.0, bound=1, drops=True)
+    assert pace.room(version=0, next_update=0, outstanding=0) == 4  # and 2 if work waits
+    newer = Waiting(order=0, version=3)
+    assert pace.choose(3, [newer], in_flight=[2]) == [newer]
+    assert [pace.is_late(version, 3) for version in (3, 2, 1, 0)] == [False, False, True, True]
+    assert not Pace(1, 1, 3.0, drops=True).is_late(0, 99)
 
 
 def test_the_oldest_groups_are_trained_first_and_a_slow_one_is_waited_for() -> None:

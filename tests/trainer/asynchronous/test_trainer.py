@@ -26,6 +26,7 @@ from tests.trainer.asynchronous.driver import quick_looks as quick_looks
 from verl.errors import LedgerError, WrongInput
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
+from verl.trainer.asynchronous.audit import Audit
 from verl.trainer.asynchronous.history import packed, unpacked
 from verl.trainer.asynchronous.kept import FILE_NAME, load_groups
 from verl.trainer.asynchronous.ledger import LedgerReader
@@ -302,10 +303,32 @@ def test_groups_that_a_lower_limit_makes_too_old_are_dropped_with_a_reason(tmp_p
     after = collect(second, STEPS)
     assert max(metrics["fully_async/versions_behind/max"] for _, _, metrics in after.values()) <= 1
     events = list(LedgerReader(tmp_path / "ledger.sqlite").events("dropped"))
-    assert events and all("max_off_policy_threshold is lower" in event.facts["reason"] for event in events)
+    assert events and all("lower than when it was sampled" in event.facts["reason"] for event in events)
     trained = numbers(before) + numbers(after)
     assert len(trained) == len(set(trained)) == STEPS * GROUPS
     assert {event.facts["number"] for event in events}.isdisjoint(trained)
+
+
+def test_work_that_is_too_old_is_dropped_and_replaced_if_the_run_says_so(tmp_path: Path) -> None:
+    options = {"staleness_threshold": 3.0, "max_off_policy_threshold": 1, "off_policy_strategy": "drop"}
+    dropped: set[int] = set()
+    for seed in range(3):
+        trainer = make_trainer(tmp_path / str(seed), seed, **options)
+        found = collect(trainer, STEPS)
+        assert max(metrics["fully_async/versions_behind/max"] for _, _, metrics in found.values()) <= 1
+        with LedgerReader(tmp_path / str(seed) / "ledger.sqlite") as reader:
+            events = list(reader.events("dropped"))
+            assert Audit.of(reader.events()).is_exact
+        assert all("older than async_training.max_off_policy_threshold=1 allows" in e.facts["reason"] for e in events)
+        numbers_of = {event.facts["number"] for event in events}
+        assert found[STEPS][2]["fully_async/count/dropped_stale_samples"] == len(events)
+        trained = numbers(found)
+        assert len(trained) == len(set(trained)) == STEPS * GROUPS and numbers_of.isdisjoint(trained)
+        dropped |= numbers_of
+    assert dropped
+    paced = make_trainer(tmp_path / "paced", 0, **options | {"off_policy_strategy": "wait"})
+    collect(paced, STEPS)
+    assert not list(LedgerReader(tmp_path / "paced" / "ledger.sqlite").events("dropped"))
 
 
 def test_a_run_that_ends_within_a_step_keeps_its_groups(tmp_path: Path) -> None:

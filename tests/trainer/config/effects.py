@@ -212,7 +212,7 @@ READERS = [
     Reader("custom_reward_function", "path name reward_kwargs", "workers/rewards/loading.py", "node", REWARDS + "test_custom_function_with_kwargs"),
     # algorithm
     # async_training
-    Reader("async_training", "staleness_threshold trigger_parameter_sync_step max_off_policy_threshold", "trainer/asynchronous/trainer.py", "options", "tests/trainer/asynchronous/test_pacing.py::test_room"),
+    Reader("async_training", "staleness_threshold trigger_parameter_sync_step max_off_policy_threshold off_policy_strategy", "trainer/asynchronous/trainer.py", "options", "tests/trainer/asynchronous/test_pacing.py::test_room"),
     Reader("async_training", "partial_rollout replay", "trainer/asynchronous/trainer.py", "self._options", "tests/trainer/asynchronous/test_trainer.py::test_a_replay_follows_the_ledger_and_finds_other_weights"),
     Reader("async_training", "mode", "trainer/config/async_training.py", "self", "tests/recipe/fully_async_policy/test_rules.py::test_settings_that_forbid_overlap_are_refused"),
     Reader("async_training", "require_batches use_rollout_log_probs", "trainer/config/rules/asynchronous.py", "pace", "tests/recipe/fully_async_policy/test_rules.py::test_the_keys_that_follow"),

@@ -532,6 +532,7 @@ def test_generation_on_devices_of_its_own_is_asynchronous_training() -> None:
     assert config.async_training.trigger_parameter_sync_step == 1
     assert config.async_training.staleness_threshold == 2
     assert config.async_training.max_off_policy_threshold == 3
+    assert config.async_training.off_policy_strategy == "wait"
     shared = config.actor_rollout_ref
     assert not shared.hybrid_engine and shared.rollout.mode == "async" and shared.rollout.calculate_log_probs
     assert composed("trainer.v1.separate_async.parameter_sync_step=2").async_training.mode == "sync"

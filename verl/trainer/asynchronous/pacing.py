@@ -40,6 +40,7 @@ class Pace:
         ahead: groups that may be sent ahead for later versions, as a share of those of one version.
         bound: most versions between the sampling of a token and its update; None without a limit.
         in_order: whether an update takes the groups in the order of the data, whichever finish first.
+        drops: whether groups that are too old are dropped, so that neither sending nor training waits for the bound.
     """
 
     groups: int
@@ -47,6 +48,7 @@ class Pace:
     ahead: float
     bound: int | None = None
     in_order: bool = False
+    drops: bool = False
 
     def version(self, update: int) -> int:
         """Return the newest version before an update, if every publication has been made that is due by then."""
@@ -58,7 +60,7 @@ class Pace:
         Args: the version that the servers have, the next update whose groups are not chosen yet, and the groups that
             are sent or finished and in no update.
         """
-        ahead = self.ahead if self.bound is None else min(self.ahead, self.bound)
+        ahead = self.ahead if self.bound is None or self.drops else min(self.ahead, self.bound)
         most = math.floor(self.groups * self.updates * (1 + ahead))
         done = self.groups * (next_update - version * self.updates)
         return max(0, most - done - outstanding)
@@ -73,8 +75,8 @@ class Pace:
         """Return the groups of an update, those with the oldest tokens first; None if it has to wait.
 
         Without a limit the first groups that finished are taken. With one, an update also waits until the groups that
-        are left, those in flight included, can still be trained in time. In the order of the data, an update waits for
-        all groups before its last one.
+        are left, those in flight included, can still be trained in time, unless groups that are too old are dropped. In
+        the order of the data, an update waits for all groups before its last one.
 
         Args: ``in_flight`` are the versions at which the unfinished groups were sent, and ``first_in_flight`` is the
             lowest of their numbers.
@@ -87,8 +89,15 @@ class Pace:
         if self.bound is None:
             return sorted(finished)[: self.groups]
         by_age = sorted(finished, key=lambda group: (group.version, group.order))
+        if self.drops:
+            return by_age[: self.groups]
         left = [group.version for group in by_age[self.groups :]]
         return None if self.late([*left, *in_flight], update + 1) else by_age[: self.groups]
+
+    def is_late(self, version: int, update: int) -> bool:
+        """Whether an update may no longer train a token of a version."""
+        last = self.last_update(version)
+        return last is not None and last < update
 
     def late(self, versions: Sequence[int], first_update: int) -> list[int]:
         """Return the places of those groups that updates from the first on cannot train in time, the oldest first.
@@ -101,6 +110,6 @@ class Pace:
         late: list[int] = []
         for rank, place in enumerate(order):
             update = first_update + (rank - len(late)) // self.groups
-            if (versions[place] + self.bound + 1) * self.updates <= update:
+            if self.is_late(versions[place], update):
                 late.append(place)
         return late

@@ -191,13 +191,23 @@ class Scheduler:
         while True:
             with self._changed:
                 self._check()
+                is_dropped = self.pace.drops and self._drop_too_old()
                 chosen = self._choose()
                 if chosen is None and not (self._in_flight or self._backlog):
                     self._drop_late()
                 if chosen is not None:
                     self.next_update += 1
                     return [self._finished.pop(number) for number in sorted(chosen)]
+            if is_dropped:
+                look()  # which sends others instead
             self._wait(look)
+
+    def _drop_too_old(self) -> bool:
+        """Drop the groups that the next update may not train; return whether there are any."""
+        too_old = [group for group in self._finished.values() if self.pace.is_late(group.version, self.next_update)]
+        for group in too_old:
+            self.drop(self._finished.pop(group.number))
+        return bool(too_old)
 
     def _drop_late(self) -> None:
         """Drop the groups that no update can train in time, which a resume with a lower limit may leave."""

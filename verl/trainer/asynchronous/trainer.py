@@ -25,7 +25,7 @@ from verl.trainer.asynchronous.metrics import group_metrics, overlap
 from verl.trainer.asynchronous.pacing import Pace
 from verl.trainer.asynchronous.record import SEGMENT, RunRecord
 from verl.trainer.asynchronous.scheduler import Group, Scheduler
-from verl.trainer.config.async_training import ONE_STEP_OFF, AsyncTrainingConfig
+from verl.trainer.config.async_training import DROP, ONE_STEP_OFF, AsyncTrainingConfig
 from verl.trainer.ppo.checkpoint import DataPosition
 from verl.trainer.ppo.loaders import EndOfDataError, Rows
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -119,6 +119,7 @@ class AsyncTrainer(RayPPOTrainer):
             options.staleness_threshold,
             options.max_off_policy_threshold,
             in_order=options.mode == ONE_STEP_OFF,
+            drops=options.off_policy_strategy == DROP,
         )
 
     @functools.cached_property
@@ -462,7 +463,10 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _drop(self, group: Group) -> None:
         """Record that a group is too old to be trained."""
-        self.record.dropped(group, "async_training.max_off_policy_threshold is lower than when it was sampled")
+        reason = f"a token is older than async_training.max_off_policy_threshold={self.pace.bound} allows"
+        if not self.pace.drops:
+            reason += ", which is lower than when it was sampled"
+        self.record.dropped(group, reason)
         self.progress.dropped += 1
 
     def _span(self, oldest: int | None, newest: int | None, at_send: int) -> tuple[int, int]:

@@ -11,6 +11,8 @@ SYNC = "sync"
 ONE_STEP_OFF = "one_step_off"
 FULLY_ASYNC = "fully_async"
 COLOCATE_ASYNC = "colocate_async"
+WAIT = "wait"
+DROP = "drop"
 MODES = (SYNC, ONE_STEP_OFF, COLOCATE_ASYNC, FULLY_ASYNC)
 
 
@@ -21,6 +23,7 @@ class Decided(TypedDict, total=False):
     trigger_parameter_sync_step: int
     partial_rollout: bool
     max_off_policy_threshold: int | None
+    off_policy_strategy: str
 
 
 DECIDED: Mapping[str, Decided] = MappingProxyType(
@@ -30,6 +33,7 @@ DECIDED: Mapping[str, Decided] = MappingProxyType(
             trigger_parameter_sync_step=1,
             partial_rollout=False,
             max_off_policy_threshold=1,
+            off_policy_strategy=WAIT,
         )
     }
 )
@@ -55,6 +59,9 @@ class AsyncTrainingConfig(BaseConfig):
     use_rollout_log_probs: bool = setting(True, "take the rollout's log-probabilities as the old ones of the loss")
     max_off_policy_threshold: int | None = setting(
         None, "most versions between the sampling of a token and its update; null: no limit", at_least=0
+    )
+    off_policy_strategy: str = setting(
+        WAIT, "whether updates wait for work that would become too old, or drop it", one_of=(WAIT, DROP)
     )
     replay: str | None = setting(None, "ledger of a run whose batches are trained again; nothing is generated")
 

@@ -201,6 +201,7 @@ def _asynchronous(given: Values, read: Read) -> Translated:
         "async_training.trigger_parameter_sync_step": 1,
         "async_training.staleness_threshold": given.get(f"{_V1}.{mode}.num_warmup_batches", 1),
         "async_training.max_off_policy_threshold": given.get(f"{_V1}.sampler.max_off_policy_threshold", 8),
+        "async_training.off_policy_strategy": strategy,
         **({"async_training.require_batches": batches} if is_separate else {}),
     }
     other = "colocate_async" if is_separate else "separate_async"
@@ -464,7 +465,7 @@ def _entry_points() -> Iterator[Row]:
         "separate_async.num_warmup_batches": "prompts sent ahead: `async_training.staleness_threshold`",
         "separate_async.parameter_sync_step": "mini-batches of an update: `async_training.require_batches`",
         "sampler.max_off_policy_threshold": "`async_training.max_off_policy_threshold`",
-        "sampler.max_off_policy_strategy": "work is paced, so none is too old, and none is dropped",
+        "sampler.max_off_policy_strategy": "`async_training.off_policy_strategy`",
     }.items():
         yield Row(f"{_V1}.{name}", ALIAS, text, to=_asynchronous)
     for name in ("separate_async.hybrid_rollout", "separate_async.enable_switch"):

@@ -114,6 +114,7 @@ IDLE = [
     Idle(f"{ROLLOUT}.skip_rollout", False, ROLLOUT, ("skip_dump_dir",)),
     Idle(f"{ROLLOUT}.share_weights", True, ROLLOUT, ("update_weights_bucket_megabytes",)),
     Idle("async_training.mode", "sync", "async_training", _PACE),
+    Idle("async_training.max_off_policy_threshold", None, "async_training", ("off_policy_strategy",)),
     Idle("async_training.mode", "one_step_off", "async_training", ("require_batches", "use_rollout_log_probs")),
     Idle("trainer.resume_mode", "auto", "trainer", ("resume_from_path",)),
     Idle("trainer.resume_mode", "disable", "trainer", ("resume_from_path",)),
