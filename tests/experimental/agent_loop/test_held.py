@@ -172,6 +172,13 @@ def test_validation_and_responses_that_only_one_request_can_give_are_not_interru
             await manager.held.begin()
             assert (await whole).versions == [(0, 30)]
             manager.held.end()
+            whole = asking(manager, attempt_of(3), 30, **more)
+            other = asking(manager, attempt_of(5), 30)
+            await until_running(server, 0.005)
+            (kept,) = await manager.held.begin(waits_for_others=False)
+            assert kept.sample == 5 and not whole.done() and len(server.running) == 1
+            manager.held.end()
+            await asyncio.gather(whole, other)
         free = asking(manager, attempt_of(4), 30, stop=None, repetition_penalty=1.0)
         await until_running(server, 0.005)
         await manager.held.begin()

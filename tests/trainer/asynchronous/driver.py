@@ -13,6 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.kept import FILE_NAME
@@ -85,6 +86,7 @@ class Loops:
     waiting: list[tuple[PendingGeneration, "Future[None]", int]] = field(default_factory=list)
     lock: Any = field(default_factory=threading.Lock)
     ended: dict[int, int] = field(default_factory=dict)
+    is_held: bool = False
 
     def __post_init__(self) -> None:
         self.servers = SimpleNamespace(replicas=[None], look_after=lambda *arguments: self.finish_some())
@@ -112,6 +114,13 @@ class Loops:
             for line in output.meta_info["attempts"]:
                 line["outcome"] = "replaced"
         return output
+
+    def interrupt(self) -> list[KeptTokens]:
+        self.is_held = True
+        return []
+
+    def proceed(self) -> None:
+        self.is_held = False
 
     def give_up(self, output: DataProto) -> None:
         assert {line["outcome"] for line in output.meta_info["attempts"]} == {"replaced"}

@@ -18,7 +18,9 @@ from tests.trainer.asynchronous.driver import (
     resumed,
 )
 from tests.trainer.asynchronous.driver import quick_looks as quick_looks
+from tests.trainer.asynchronous.test_turns import kept_of
 from verl.errors import WrongInput
+from verl.experimental.agent_loop.held import KeptTokens
 from verl.experimental.agent_loop.manager import PendingGeneration
 from verl.protocol import DataProto
 from verl.trainer.asynchronous.ledger import LedgerReader
@@ -114,3 +116,34 @@ def test_a_sibling_of_a_group_of_another_size_is_refused(tmp_path: Path) -> None
     with pytest.raises(WrongInput, match=r"has 2 kept responses, and the run asks for 3: restore"):
         collect(second, STEPS)
     end(second)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_publication_records_the_tokens_of_unfinished_responses(tmp_path: Path, partial: bool) -> None:
+    """It interrupts them while the servers get new weights, and not for weights that they have."""
+    trainer = make_trainer(tmp_path, 4, partial_rollout=partial, **AHEAD)
+    loops = trainer.async_rollout_manager
+    interrupted = []
+    sync = loops.sync_weights
+
+    def interrupt() -> list[KeptTokens]:
+        loops.is_held = True
+        interrupted.append([kept_of(pending.prompts, number) for pending, _, number in loops.waiting])
+        return interrupted[-1]
+
+    def sync_held(step: int) -> None:
+        assert loops.is_held == (partial and loops.number != loops.trained())
+        sync(step)
+
+    loops.interrupt, loops.sync_weights = interrupt, sync_held
+    collect(trainer, 3)
+    assert not loops.is_held
+    with LedgerReader(tmp_path / "ledger.sqlite") as reader:
+        turns = [event.facts for event in reader.events("turn")]
+    assert len(turns) == sum(map(len, interrupted)) and bool(turns) == partial
+    count = len(interrupted)
+    if partial:
+        trainer._publish({})
+        trainer._publish({})
+        assert len(interrupted) == count + 1
+    end(trainer)

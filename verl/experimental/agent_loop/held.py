@@ -52,7 +52,7 @@ class Hold:
     """Interrupts the requests of training in a process, and lets them wait until they may go on.
 
     A request is interrupted if the engine can continue its response as that to a longer prompt. Stop strings, penalties
-    and grammars depend on where the response began: ``begin`` waits for requests that have some.
+    and grammars depend on where the response began: a request that has some is not interrupted.
     """
 
     def __init__(self) -> None:
@@ -60,6 +60,8 @@ class Hold:
         self._is_over.set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._none_can_go_on = asyncio.Event()
+        self._none_can_go_on.set()
         self._under_way: dict[str, Callable[[], None] | None] = {}
         self._interrupted: set[str] = set()
         self._kept: list[KeptTokens] = []
@@ -80,19 +82,23 @@ class Hold:
         """Wait until requests may go on."""
         await self._is_over.wait()
 
-    async def begin(self) -> list[KeptTokens]:
-        """Interrupt the requests of training; once no server has one, return the tokens of those that got some."""
+    async def begin(self, waits_for_others: bool = True) -> list[KeptTokens]:
+        """Interrupt the requests of training; once no server has one, return the tokens of those that got some.
+
+        Args: without ``waits_for_others`` the servers keep the requests that cannot be interrupted.
+        """
+        end = self._is_idle if waits_for_others else self._none_can_go_on
         if not self.is_on:
             self._since = time.monotonic()
         self._is_over.clear()
-        while self._under_way:
+        while not end.is_set():
             for request_id, abort in list(self._under_way.items()):
                 if abort is not None:
                     self._interrupted.add(request_id)
                     abort()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_S):
-                    await self._is_idle.wait()
+                    await end.wait()
         kept = self._kept
         self._kept = []
         return kept
@@ -113,14 +119,19 @@ class Hold:
 
     def sent(self, request: GenerationRequest, abort: Callable[[], None]) -> None:
         """Note a request of training that a server gets."""
-        self._under_way[request.request_id] = abort if _can_go_on(request) else None
+        can_go_on = _can_go_on(request)
+        self._under_way[request.request_id] = abort if can_go_on else None
         self._is_idle.clear()
+        if can_go_on:
+            self._none_can_go_on.clear()
 
     def answered(self, request: GenerationRequest) -> bool:
         """Note that no server has a request any more; return whether it was interrupted."""
         self._under_way.pop(request.request_id, None)
         if not self._under_way:
             self._is_idle.set()
+        if not any(self._under_way.values()):
+            self._none_can_go_on.set()
         is_interrupted = request.request_id in self._interrupted
         self._interrupted.discard(request.request_id)
         return is_interrupted

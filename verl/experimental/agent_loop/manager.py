@@ -260,18 +260,27 @@ class AgentLoopManager(Manager):
 
         Responses keep their tokens, and go on after ``go_on``. Returns the tokens of first turns.
         """
-        kept: list[list[KeptTokens]] = self._tell_loops("hold")
+        kept = self.interrupt(waits_for_others=True)
         self.sleep()
-        return [each for of_worker in kept for each in of_worker]
+        return kept
 
     def go_on(self, step: int | None = None) -> None:
         """Give devices and current weights to the engines, and let what ``send`` has sent go on."""
         self.wake_up(step)
+        self.proceed()
+
+    def interrupt(self, waits_for_others: bool = False) -> list[KeptTokens]:
+        """Interrupt what ``send`` has sent until ``proceed``; see ``Hold.begin``."""
+        kept: list[list[KeptTokens]] = self._tell_loops("hold", waits_for_others)
+        return [each for of_worker in kept for each in of_worker]
+
+    def proceed(self) -> None:
+        """Let what ``send`` has sent go on."""
         self._tell_loops("go_on")
 
-    def _tell_loops(self, method: str) -> list[Any]:
+    def _tell_loops(self, method: str, *arguments: bool) -> list[Any]:
         callers = list(zip(self._names, self.agent_loop_workers, strict=True))
-        refs = [getattr(worker, method).remote() for worker in self.agent_loop_workers]
+        refs = [getattr(worker, method).remote(*arguments) for worker in self.agent_loop_workers]
         answers: list[Any] = self.worker_group.wait_for_callers(callers, refs, method)
         return answers
 

@@ -208,9 +208,9 @@ class AgentLoopWorkerBase:
         """Use these rollout servers from now on."""
         self.server_manager.set_servers(server_handles)
 
-    async def hold(self) -> list[KeptTokens]:
+    async def hold(self, waits_for_others: bool) -> list[KeptTokens]:
         """Interrupt the requests of training, which keep their tokens; return those of first turns."""
-        return await self.server_manager.held.begin()
+        return await self.server_manager.held.begin(waits_for_others)
 
     def go_on(self) -> None:
         """Let the requests of training go on."""

@@ -15,7 +15,7 @@ import torch
 from verl.errors import WrongInput
 from verl.experimental.agent_loop import AgentLoopManager
 from verl.experimental.agent_loop.attempts import REPLACED
-from verl.experimental.agent_loop.held import KEPT_COLUMN
+from verl.experimental.agent_loop.held import KEPT_COLUMN, KeptTokens
 from verl.experimental.agent_loop.manager import joined_answers
 from verl.protocol import DataProto, tensors_of
 from verl.single_controller.base.driver_phase import phase
@@ -174,13 +174,31 @@ class AsyncTrainer(RayPPOTrainer):
         if not self._options.partial_rollout and not self._takes_turns:
             self._drain(timing)
         with marked_timer("sync_rollout_weights", timing):
-            self._number_weights(version)
             if self._takes_turns:
+                self._number_weights(version)
                 self._loops.go_on(self.state.step)
             else:
-                self.state.engine_version = None  # servers that have lost their weights get them too
-                self.sync_weights()
+                with self._flushed():
+                    self._number_weights(version)
+                    self.state.engine_version = None  # servers that have lost their weights get them too
+                    self.sync_weights()
         self.scheduler.published(version)
+
+    @contextmanager
+    def _flushed(self) -> Iterator[None]:
+        """Interrupt unfinished responses for new weights, and record their tokens; they go on afterwards."""
+        has_new = self.actor_rollout_wg.trained_version()[0] != self._published
+        if not has_new or not self._options.partial_rollout:
+            yield
+            return
+        self._record_interrupted(self._loops.interrupt())
+        yield
+        self._loops.proceed()
+
+    def _record_interrupted(self, responses: Sequence[KeptTokens]) -> None:
+        groups = {group.uid: group for group in self.scheduler.outstanding}
+        for kept in responses:
+            self.record.interrupted(groups[kept.uid], kept.moved(self._moved))
 
     def _drain(self, timing: Timing) -> None:
         """Wait until the servers have finished what they have."""
@@ -249,9 +267,7 @@ class AsyncTrainer(RayPPOTrainer):
             self.scheduler.hold()
         else:
             self.scheduler.drain(self._look_after_servers)
-        groups = {group.uid: group for group in self.scheduler.outstanding}
-        for kept in self._loops.hold():
-            self.record.interrupted(groups[kept.uid], kept.moved(self._moved))
+        self._record_interrupted(self._loops.hold())
 
     def _finished(self, rows: Iterator[Rows]) -> list[Group]:
         """Wait for the groups of the next update."""
