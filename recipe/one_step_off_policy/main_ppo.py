@@ -32,6 +32,7 @@ def one_step_off_rules(run: "RunConfig") -> Iterator[Violation]:
 class OneStepOffTaskRunner(TaskRunner):
     """Runs the trainer that requests each batch a step ahead, with the workers and the data of the main trainer."""
 
+    modes = (ONE_STEP_OFF,)
     recipe_rules = staticmethod(one_step_off_rules)
 
     def trainer_class(self) -> type:

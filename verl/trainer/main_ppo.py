@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.config.async_training import SYNC
+from verl.base_config import ConfigError, Violation
+from verl.trainer.config.async_training import MODES, SYNC
 from verl.trainer.config.cli import hydra_main
 from verl.trainer.config.rules.asynchronous import complete
 from verl.trainer.config.rules.files import RUN_FOLDERS
@@ -36,7 +37,6 @@ from verl.workers.config.rollout import serves
 if TYPE_CHECKING:
     from ray.actor import ActorClass
 
-    from verl.base_config import Violation
     from verl.single_controller.base.actor import Actor
     from verl.single_controller.ray import RayWorkerGroup
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -70,6 +70,17 @@ def run_async(config: DictConfig) -> None:
 # ---- the launching process
 
 
+def check_mode(config: DictConfig, task_runner_class: "RunnerClass | None") -> None:
+    """Refuse a mode of asynchronous training in which the trainer of a recipe would take turns all the same.
+
+    Raises: ConfigError.
+    """
+    mode = OmegaConf.select(config, "async_training.mode", default=SYNC)
+    modes = getattr(task_runner_class or TaskRunner, "modes", None)  # None: a Ray actor class
+    if modes is not None and mode not in modes:
+        raise ConfigError([Violation("async_training.mode", mode, f"must be {' or '.join(modes)} with this command")])
+
+
 def run_ppo(config: DictConfig, task_runner_class: "RunnerClass | None" = None) -> None:
     """Check the configuration, start Ray unless it runs already, and train to the end.
 
@@ -91,6 +102,7 @@ def run_ppo(config: DictConfig, task_runner_class: "RunnerClass | None" = None) 
     CLOCK.mark("imports")
 
     def check() -> tuple[RunConfig, LocalDisplay, Ending]:
+        check_mode(config, task_runner_class)
         recipe_nodes = getattr(task_runner_class, "recipe_nodes", None)  # None: a Ray actor class
         recipe_rules = getattr(task_runner_class, "recipe_rules", None)
         of_fork = task_runner_class is not None and not recipe_nodes and not recipe_rules
@@ -167,11 +179,13 @@ class TaskRunner:
     """Builds workers, data and trainer, and trains; recipes derive from it and override a method.
 
     Attributes: ``role_worker_mapping`` (role to Ray actor class) and ``mapping`` (role to the name of its pool).
+        ``modes`` are the values of ``async_training.mode`` that its trainer has; others are refused.
         ``recipe_nodes`` names nodes of the configuration that a recipe reads and the main trainer refuses.
         ``recipe_rules``, a static method, yields settings that the recipe refuses. If a class has neither of the two,
         the checks before the start accept settings that only its code can judge.
     """
 
+    modes: tuple[str, ...] = (SYNC,)
     recipe_nodes: tuple[str, ...] = ()
     recipe_rules: "Callable[[RunConfig], Iterable[Violation]] | None" = None
 
@@ -305,6 +319,7 @@ class TaskRunner:
 class FullyAsyncTaskRunner(TaskRunner):
     """The workers and data of ``TaskRunner``, with a trainer that trains while the servers generate."""
 
+    modes = tuple(mode for mode in MODES if mode != SYNC)
     recipe_nodes = ("rollout",)  # by which established commands set servers and length
 
     def trainer_class(self) -> type["RayPPOTrainer"]:

@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from recipe.dapo.main_dapo import DAPOTaskRunner
+from recipe.one_step_off_policy.main_ppo import OneStepOffTaskRunner
 from verl.base_config import ConfigError
 from verl.trainer.config.keys import tree_of
 from verl.trainer.config.rules.asynchronous import complete, refuse_two_numbers
 from verl.trainer.config.rules.no_effect import idle_keys
 from verl.trainer.config.validation import examined_config
-from verl.trainer.main_ppo import FullyAsyncTaskRunner
+from verl.trainer.main_ppo import FullyAsyncTaskRunner, check_mode
 
 ROOT = Path(__file__).parents[3]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -145,6 +148,26 @@ def test_filters_of_groups_are_refused() -> None:
         examined_config(completed(**keys), recipe_nodes=nodes).checked()
     with pytest.raises(ConfigError, match="staleness_treshold"):
         examined_config(completed(**{"+async_training.staleness_treshold": 1}), recipe_nodes=nodes).checked()
+
+
+@pytest.mark.parametrize(
+    ("runner", "mode", "words"),
+    [
+        (DAPOTaskRunner, "fully_async", "must be sync with this command"),
+        (DAPOTaskRunner, "sync", None),
+        (None, "sync", None),
+        (FullyAsyncTaskRunner, "colocate_async", None),
+        (OneStepOffTaskRunner, "one_step_off", None),
+        (OneStepOffTaskRunner, "fully_async", "must be one_step_off with this command"),
+    ],
+)
+def test_a_recipe_that_takes_turns_refuses_other_modes(runner: Any, mode: str, words: str | None) -> None:
+    config = OmegaConf.create({"async_training": {"mode": mode}})
+    if words is None:
+        check_mode(config, runner)
+        return
+    with pytest.raises(ConfigError, match=rf"async_training\.mode={mode}: {words}"):
+        check_mode(config, runner)
 
 
 def test_the_main_configuration_takes_turns() -> None:
