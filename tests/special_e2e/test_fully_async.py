@@ -1,19 +1,25 @@
 """The recipe fully_async_policy in runs by its own entry: its bound, kill and resume, and the replay of its ledger."""
 
+import json
 import random
 import time
+from collections import Counter
 
 import psutil
 import pytest
 
 from verl.errors import LedgerFileError
 from verl.trainer.asynchronous.audit import Audit
+from verl.trainer.asynchronous.history import unpacked
 from verl.trainer.asynchronous.ledger import LedgerReader
 
 from .conftest import Workspace, is_of_session, leftovers
+from .counted_updates import digest
 from .features import GAP
+from .test_async_rollout import short_turns
 
 MODULE = "recipe.fully_async_policy.fully_async_main"
+DELAYED = "tests.special_e2e.delayed_runs"
 ROLLOUT = "actor_rollout_ref.rollout"
 STEPS = 6
 RECIPE = {
@@ -132,8 +138,41 @@ def test_a_server_that_dies_is_replaced(workspace, tmp_path, servers):
     audited(run)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("loop", ["delayed_turn", "delayed_tools"])
+def test_a_killed_run_with_random_delays_is_replayed_with_others(tmp_path, loop, servers):
+    """The whole run is killed once; the replay has no servers, and ends by itself where weights differ."""
+    workspace = Workspace(tmp_path)
+    name = f"async_{loop}_{servers}"
+    keys = short_turns(tmp_path) | RECIPE | {"rollout.n_gpus_per_node": servers}
+    keys |= {"trainer.record_digests": False, "actor_rollout_ref.model.external_lib": "tests.special_e2e.delayed_runs"}
+    keys |= {f"{ROLLOUT}.agent.default_agent_loop": loop, f"{ROLLOUT}.agent.num_workers": 2}
+    if loop == "delayed_tools":
+        tools = tmp_path / "tools.yaml"
+        tools.write_text(tools.read_text().replace("verl.tools.calculator_tool.Calc", f"{DELAYED}.SlowCalc"))
+    path = workspace.folder / name / "ledger.sqlite"
+    with workspace.start(name, keys, module=DELAYED) as process:
+        assert lives_until(process, path, 220)
+        kill_all(process)
+    assert not leftovers(process.pid)
+    run = workspace.train(name, keys, module=DELAYED, timeout_s=1200)
+    audited(run)
+    follows = {"async_training.replay": path, "trainer.save_freq": -1}
+    replay = workspace.train(f"{name}_replay", keys | follows, module=DELAYED, timeout_s=1200)
+    assert len(replay.steps) == STEPS and "vLLMServer" not in replay.output
+
+
 KILLS = 10
-LONG = {"rollout.total_rollout_steps": 8 * 40, "trainer.save_freq": 3, "trainer.test_freq": -1, "trainer.logger": "[]"}
+PROMPTS, PASSES, SAMPLES = 64, 5, 4
+LONG = {
+    "rollout.total_rollout_steps": PROMPTS * PASSES,
+    "trainer.save_freq": 3,
+    "trainer.test_freq": -1,
+    "trainer.logger": "[]",
+    "actor_rollout_ref.model.external_lib": "tests.special_e2e.counted_updates",
+}
 TARGETS = {
     "driver": "ray::FullyAsyncTaskRunner",
     "trainer": "ray::WorkerDict",
@@ -144,6 +183,7 @@ INJECTED = {3: "kill:save_checkpoint", 6: "kill:weight_sync", 9: "kill:ledger_ap
 
 
 @pytest.mark.full
+@pytest.mark.timeout(5400)
 @pytest.mark.parametrize("role", TARGETS)
 def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(tmp_path, role):
     """One command that goes on where it stopped; every third kill falls into a checkpoint, a sync or a ledger write."""
@@ -151,33 +191,37 @@ def test_a_run_that_is_killed_again_and_again_trains_every_prompt_once(tmp_path,
     source = random.Random(role)
     name = f"async_kills_{role}"
     path = workspace.folder / name / "ledger.sqlite"
+    counts = tmp_path / "counts.jsonl"
     kills = 0
-    while True:
+    returncode = None
+    while returncode != 0:
+        before = kills
         point = INJECTED.get(kills)
-        if point is not None and kills < KILLS:
-            step = f":step={last_seq(path) + 40}" if "ledger" in point else ""
-            fault = {"VERL_FAULT": point + step, "VERL_FAULT_FILE": str(tmp_path / f"fault_{kills}")}
-        else:
-            fault = {}
-        before = last_seq(path)
-        with workspace.start(name, RECIPE | LONG, fault, MODULE) as process:
-            if kills < KILLS and not fault:
-                wanted = before + source.randint(20, 120)
-                while process.poll() is None and last_seq(path) < wanted:
-                    time.sleep(0.2)
-                if process.poll() is None:
-                    kill(process.pid, TARGETS[role])
-            output, _ = process.communicate(timeout=900)
+        env = {"COUNTED_UPDATES": str(counts)}
+        if point is not None:
+            step = f":step={last_seq(path) + 60}" if "ledger" in point else ""
+            env |= {"VERL_FAULT": point + step, "VERL_FAULT_FILE": str(tmp_path / f"fault_{kills}")}
+        with workspace.start(name, RECIPE | LONG, env, MODULE) as process:
+            if point is None:
+                while kills < KILLS and kills not in INJECTED and lives_until(process, path, source.randint(30, 180)):
+                    kill(process, TARGETS[role])
+                    kills += 1
+                if role == "server" and kills < KILLS:
+                    kill_all(process)  # a run survives the death of a server, and the next kill needs a start
+            output, _ = process.communicate(timeout=1800)
+            returncode = process.returncode
         assert not leftovers(process.pid)
-        kills += 1
-        if process.returncode == 0:
-            break
-        assert kills <= KILLS, output[-3000:]
+        if point is not None:
+            assert (tmp_path / f"fault_{kills}").exists() and returncode != 0, f"{point} was not reached"
+            kills += 1
+        assert kills > before or returncode == 0, output[-3000:]
+    assert kills == KILLS
     reader = LedgerReader(path)
     reader.verify()
     audit = Audit.of(reader.events())
-    assert audit.is_exact and sorted(audit.updates) == list(range(40)) and max(audit.ages) <= 1, audit.lines()
-    assert kills > 3, "the run ended before it was killed often"
+    assert audit.is_exact and sorted(audit.updates) == list(range(PROMPTS * PASSES // 8)), audit.lines()
+    assert max(audit.ages) <= 1, audit.lines()
+    assert_counted(counts, reader, audit)
 
 
 def last_seq(path):
@@ -189,10 +233,43 @@ def last_seq(path):
         return 0
 
 
-def kill(session, words):
-    """Kill the process of a session whose command has these words."""
-    for process in psutil.process_iter(["cmdline"]):
-        if words in " ".join(process.info["cmdline"] or ()) and is_of_session(process, session):
+def lives_until(process, path, count):
+    """Wait for so many further events of a ledger; return whether the run still lives."""
+    wanted = last_seq(path) + count
+    while process.poll() is None and last_seq(path) < wanted:
+        time.sleep(0.2)
+    return process.poll() is None
+
+
+def kill(run, words):
+    """Kill the process of a run whose command has these words; a server may be on its way."""
+    while run.poll() is None:
+        for process in psutil.process_iter(["cmdline"]):
+            if words in " ".join(process.info["cmdline"] or ()) and is_of_session(process, run.pid):
+                process.kill()
+                return
+        time.sleep(0.2)
+    pytest.fail(f"the run has ended, and no process was {words}")
+
+
+def kill_all(run):
+    """Kill all processes of a run, as a loss of its machine does."""
+    for process in psutil.process_iter():
+        if is_of_session(process, run.pid):
             process.kill()
-            return
-    pytest.fail(f"no process is {words}")
+
+
+def assert_counted(path, reader, audit):
+    """The last attempt of each update had the rows that the ledger names, and each prompt as often as the data."""
+    lines = {line["step"]: line for line in map(json.loads, path.read_text().splitlines())}
+    assert sorted(lines) == [update + 1 for update in sorted(audit.updates)]
+    prompts = Counter(prompt for line in lines.values() for prompt in line["prompts"])
+    assert len(prompts) == PROMPTS and set(prompts.values()) == {PASSES * SAMPLES}
+    rows = {}
+    for event in reader.events("finished", with_payload=True):
+        tensors = unpacked(event.payload, "the test", ()).batch
+        (row,) = map(digest, tensors["input_ids"], tensors["attention_mask"])
+        rows[event.facts["number"], event.facts["sample"]] = row
+    for update, numbers in audit.updates.items():
+        wanted = [rows[number, sample] for number in numbers for sample in range(SAMPLES)]
+        assert sorted(lines[update + 1]["rows"]) == sorted(wanted), update
