@@ -68,6 +68,7 @@ LISTED = _names(
         "verl.protocol.data_proto": "DataProto DataProtoItem",
         "verl.utils.batch.serialization": _TENSORS,
         "verl.utils.serialization": _TENSORS,
+        "verl.workers.rewards.scoring": "Reason",
     }
 )
 """Classes and functions that a file may name, whoever made it."""

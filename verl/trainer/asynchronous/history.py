@@ -15,6 +15,8 @@ from verl.protocol import DataProto, tensors_of
 from verl.trainer.asynchronous.ledger import LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.loading import load_pickle
+from verl.utils.py_functional import object_array
+from verl.workers.rewards.scoring import FAILURE_COLUMN
 
 
 class _Facts(TypedDict):
@@ -30,6 +32,7 @@ class _Facts(TypedDict):
     update: int
     numbers: list[int]
     weights: list[str]
+    failures: list[str | None]
 
 
 @dataclass
@@ -73,6 +76,7 @@ class History:
                 history.failed[facts["number"]] = facts["reason"]
             elif event.kind == "scored":
                 history.scored[facts["number"]] = event.seq
+                history._facts[event.seq] = facts
             else:
                 history.finished.setdefault(facts["number"], {})[facts["sample"]] = event.seq
                 history._facts[event.seq] = facts
@@ -116,11 +120,14 @@ class History:
                 group.kept[place] = _kept_tokens(self.ledger.payload(begun))
 
     def add_scores(self, group: Group) -> None:
-        """Give the responses of a group their recorded scores, if there are any."""
+        """Give the responses of a group their recorded scores, if there are any; some may have none, for a reason."""
         scores = self.scored.get(group.number)
         if scores is not None and group.output is not None and self.ledger is not None:
             content = io.BytesIO(self.ledger.payload(scores))
             tensors_of(group.output)["rm_scores"] = torch.load(content, weights_only=True)
+            group.output.non_tensor_batch[FAILURE_COLUMN] = object_array(self._facts[scores]["failures"])
+            extras = {FAILURE_COLUMN, *group.output.meta_info.get("reward_extra_keys", ())}
+            group.output.meta_info["reward_extra_keys"] = sorted(extras)
 
 
 def _kept_tokens(payload: bytes) -> KeptTokens:

@@ -46,6 +46,7 @@ class RunRecord:
         self.history = history
         self.is_replay = is_replay
         self._ledger = ledger
+        self._resumed_at = 0
         self._exported = 0
 
     @classmethod
@@ -53,7 +54,7 @@ class RunRecord:
         """Open the ledger of a run, and read it from its start; a new run puts that of an earlier one aside."""
         path = folder / NAME
         if is_new and path.exists():
-            put_aside(path)
+            logger.warning("trainer.resume_mode=disable: the ledger of the earlier run is %s now", put_aside(path))
         folder.mkdir(parents=True, exist_ok=True)
         ledger = Ledger(path)
         return cls(ledger, History.read(ledger, 0, trusted_classes))
@@ -76,29 +77,35 @@ class RunRecord:
         """Write and read no ledger, since nothing is trained."""
         return cls(None, History(None))
 
-    @property
-    def last_seq(self) -> int:
-        """The number of the last event; 0 without a ledger."""
-        return 0 if self._ledger is None else self._ledger.last_seq
+    def place(self, update: int) -> int:
+        """Return the place in the ledger for a checkpoint before an update, after which a resumed run reads it.
+
+        What finishes while the checkpoint is written stands behind it, and so do the updates that this run itself has
+        still to repeat. A replay has the place 0.
+        """
+        if self._ledger is None:
+            return 0
+        is_repeating = any(recorded >= update for recorded in self.history.batches)
+        return self._resumed_at if is_repeating else self._ledger.last_seq
 
     def resume(self, step: int, seq: int, segment: Path, trusted_classes: Iterable[str]) -> None:
-        """Go on after the checkpoint of a step, at which the ledger had ``seq`` events.
+        """Go on after the checkpoint of a step, which holds the place ``seq`` in the ledger.
 
-        A ledger that is lost, with the disk of the driver for instance, begins again with the ``segment`` of the
-        checkpoint.
+        A ledger that was lost, with the disk of the driver for instance, or that has lost its end, begins again with
+        the ``segment`` of the checkpoint.
         """
         if self._ledger is None:
             return
-        if self._ledger.last_seq == 0 and segment.is_file():
+        if self._ledger.last_seq < seq and segment.is_file():
             self._ledger = _begun_with(segment, self._ledger)
-        self._exported = seq
+        self._exported = self._resumed_at = seq
         if self._ledger.last_seq < seq:
             logger.warning(
                 "the ledger has %d events, and had %d at the checkpoint of step %d: it is not the one of this run, or "
                 "was lost. The run goes on from the checkpoint, and nothing after it is repeated",
                 *(self._ledger.last_seq, seq, step),
             )
-            self._exported = self._ledger.last_seq
+            self._exported = self._resumed_at = self._ledger.last_seq
             self.history = History(self._ledger)
             return
         self.history = History.read(self._ledger, seq, trusted_classes)
@@ -184,15 +191,16 @@ class RunRecord:
         """Record why a finished group is not trained."""
         self._append("dropped", {"number": group.number, "reason": reason})
 
-    def scored(self, groups: Sequence[Group], scores: Tensor) -> None:
-        """Record the token-level scores (B, R) of groups, in their order."""
+    def scored(self, groups: Sequence[Group], scores: Tensor, failures: Sequence[str | None]) -> None:
+        """Record the token-level scores (B, R) of groups, in their order, and why responses have none."""
         first = 0
         for group in groups:
             count = len(group.requests)
             content = io.BytesIO()
             torch.save(scores[first : first + count].clone(), content)
-            sums = scores[first : first + count].sum(-1).tolist()
-            self._append("scored", {"number": group.number, "scores": sums}, content.getvalue())
+            facts: JsonObject = {"number": group.number, "scores": scores[first : first + count].sum(-1).tolist()}
+            facts["failures"] = list(failures[first : first + count])
+            self._append("scored", facts, content.getvalue())
             first += count
 
     def batch(self, update: int, version: int, groups: Sequence[Group]) -> None:
@@ -218,10 +226,10 @@ class RunRecord:
         """Record that the servers get a version, which has a number of the engine."""
         self._append("published", {"version": version, "number": number})
 
-    def export(self, folder: Path, upto: int) -> None:
-        """Write the events since the checkpoint before, up to a number, to the folder of a checkpoint."""
+    def export(self, folder: Path) -> None:
+        """Write the events since the place of the checkpoint before to the folder of a checkpoint."""
         if self._ledger is not None:
-            self._ledger.export(folder / SEGMENT, self._exported, upto)
+            self._ledger.export(folder / SEGMENT, self._exported, self._ledger.last_seq)
 
     def saved(self, step: int, seq: int) -> None:
         """Record a checkpoint, which holds the place ``seq`` in the ledger."""
@@ -238,22 +246,27 @@ class RunRecord:
             self._ledger.append(kind, facts, payload, durable)
 
 
-def _begun_with(segment: Path, empty: Ledger) -> Ledger:
-    """Return the ledger that goes on after the events of a segment, in place of an empty one.
+def _begun_with(segment: Path, short: Ledger) -> Ledger:
+    """Return the ledger that goes on after the events of a segment, in place of one that ends before.
 
     Raises: LedgerError if an event of the segment was changed.
     """
     with LedgerReader(segment) as reader:
         reader.verify()
-        empty.close()
-        empty.path.unlink()
-        reader.export(empty.path, reader.base_seq, reader.last_seq)
-    logger.warning("the ledger %s is not there: it goes on after the events of %s", empty.path, segment)
-    return Ledger(empty.path)
+        found = short.last_seq
+        short.close()
+        aside = put_aside(short.path)
+        reader.export(short.path, reader.base_seq, reader.last_seq)
+    logger.warning(
+        "the ledger %s had %d events, fewer than at the checkpoint, and is %s now: the run goes on after the events of "
+        "%s",
+        *(short.path, found, aside, segment),
+    )
+    return Ledger(short.path)
 
 
-def put_aside(path: Path) -> None:
-    """Rename the ledger of an earlier run in this folder."""
+def put_aside(path: Path) -> Path:
+    """Rename a ledger, and return its new path."""
     number = 1
     while (other := path.with_name(f"{path.stem}_{number}{path.suffix}")).exists():
         number += 1
@@ -261,4 +274,4 @@ def put_aside(path: Path) -> None:
         part = path.with_name(path.name + ending)
         if part.exists():
             part.rename(other.with_name(other.name + ending))
-    logger.warning("trainer.resume_mode=disable: the ledger of the earlier run is %s now", other)
+    return other

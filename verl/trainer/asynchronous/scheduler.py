@@ -75,13 +75,15 @@ class Group:
         """Note that weights with a number are to sample some of its responses."""
         self.planned = number if self.planned is None else min(number, self.planned)
 
-    def join(self) -> DataProto:
-        """Make the output of the responses, all of which are there, and return it."""
-        parts = [self.responses[place].select() for place in range(len(self.requests))]
+    def joined(self) -> DataProto:
+        """Return the responses, all of which are there, as one output."""
+        return joined_answers([self.responses[place].select() for place in range(len(self.requests))])
+
+    def complete(self, output: DataProto) -> None:
+        """Take the joined responses as the output of a group that can be trained."""
         self.version = min(oldest for oldest, _ in self.spans.values())
-        self.output = joined_answers(parts)
+        self.output = output
         self.responses = {}  # another thread may write the old ones to a checkpoint
-        return self.output
 
 
 Send = Callable[[Group], "dict[int, Future[DataProto]]"]

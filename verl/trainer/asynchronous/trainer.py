@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
+import numpy as np
 import torch
 
 from verl.errors import WrongInput
@@ -37,6 +38,7 @@ from verl.utils.numerics.seeding import seed_process
 from verl.utils.observe.timeline import RECORDED, Clock, Part
 from verl.utils.profiler import marked_timer
 from verl.utils.py_functional import object_array
+from verl.workers.rewards.scoring import FAILURE_COLUMN
 from verl.workers.rollout.base import DROPPED_COLUMN
 
 _REQUESTS_PER_SERVER = 16
@@ -275,6 +277,8 @@ class AsyncTrainer(RayPPOTrainer):
         def draw() -> None:
             self._draw(rows)
             if self._end_of_data is not None and len(self.scheduler.outstanding) < self.pace.groups:
+                if self._takes_turns:  # validation and checkpoint follow, and need the devices
+                    self._interrupt()
                 raise self._end_of_data
 
         def look() -> None:
@@ -456,7 +460,7 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _completed(self, group: Group) -> bool:
         """Join the responses of a group; return whether it can be trained."""
-        output = group.join()
+        output = group.joined()
         dropped = output.non_tensor_batch.get(DROPPED_COLUMN)
         is_replaced = any(line["outcome"] == REPLACED for line in output.meta_info["attempts"])
         if is_replaced or (dropped is not None and dropped.astype(bool).all()):
@@ -473,6 +477,7 @@ class AsyncTrainer(RayPPOTrainer):
                 )
             return False
         self._failed_in_a_row = 0
+        group.complete(output)  # not before: a checkpoint that is written meanwhile would keep a failed group
         self.record.history.add_scores(group)
         self.progress.add_generated(output)
         return True
@@ -502,13 +507,13 @@ class AsyncTrainer(RayPPOTrainer):
 
     # ---- the rest of a step
 
-    def shape(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
-        """Turn scores into rewards, advantages and returns, and record the scores."""
-        batch = super().shape(batch, metrics, timing)
+    def add_advantages(self, batch: DataProto) -> DataProto:
+        """Record the scores of the groups before PF-PPO may draw other rows, and add advantages and returns."""
         order = self.state.row_order
         if len(order) == len(batch) == sum(len(group.requests) for group in self._taken):  # no group has segments
-            self.record.scored(self._taken, tensors_of(batch)["token_level_scores"][order])
-        return batch
+            failures = batch.non_tensor_batch.get(FAILURE_COLUMN, np.full(len(batch), None))
+            self.record.scored(self._taken, tensors_of(batch)["token_level_scores"][order], failures[order].tolist())
+        return super().add_advantages(batch)
 
     def update(self, batch: DataProto, metrics: Metrics, timing: Timing) -> DataProto:
         """Update the models, and record the weights."""
@@ -541,14 +546,14 @@ class AsyncTrainer(RayPPOTrainer):
             self._drain({})
         progress = self.progress
         progress.trained_number = self.actor_rollout_wg.trained_version()[0] + self._moved
-        progress.ledger_seq = self.record.last_seq  # what finishes meanwhile is repeated after a resume
+        progress.ledger_seq = self.record.place(self.scheduler.next_update)
         folder = self.checkpoints.begin()
         untrained = self._taken if self.scheduler.next_update > self.state.step else ()  # the run ends within a step
         unsent = [group for group in self._unsent if self._is_wanted(group)]
         save_groups(folder, [*untrained, *self.scheduler.outstanding, *unsent], progress)
         files = [FILE_NAME]
         if not self.record.is_replay:
-            self.record.export(folder, progress.ledger_seq)
+            self.record.export(folder)
             files.append(SEGMENT)
         position = self.checkpoints.position()  # all that was drawn and not trained is in the file
         if self._undrawn is not None:
@@ -572,6 +577,7 @@ class AsyncTrainer(RayPPOTrainer):
             for group in groups:
                 if group.output is not None:
                     check_samples(group, len(group.output))
+                    self.record.history.add_scores(group)
                 else:
                     self._restore(group)
             self._unsent.extend(groups)
