@@ -1,14 +1,21 @@
 """Rare moments at which a run is saved, killed or ends, and what the run that goes on makes of them."""
 
+import asyncio
+import json
 import shutil
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.trainer.asynchronous.test_trainer import (
+from tests.trainer.asynchronous.driver import (
     GROUPS,
     STEPS,
     collect,
@@ -17,16 +24,20 @@ from tests.trainer.asynchronous.test_trainer import (
     numbers,
     resumed,
 )
-from tests.trainer.asynchronous.test_trainer import quick_looks as quick_looks
+from tests.trainer.asynchronous.driver import quick_looks as quick_looks
 from tests.trainer.asynchronous.test_turns import turning
-from verl.experimental.agent_loop.manager import joined_answers
+from verl.experimental.agent_loop.held import Hold, KeptTokens, Parts
+from verl.experimental.agent_loop.manager import AgentLoopManager, joined_answers
 from verl.protocol import DataProto
-from verl.trainer.asynchronous.history import packed, unpacked
-from verl.trainer.asynchronous.ledger import LedgerReader
+from verl.trainer.asynchronous.history import History, packed, unpacked
+from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
+from verl.trainer.asynchronous.pacing import Pace, Waiting
+from verl.trainer.asynchronous.scheduler import Group, Scheduler
 from verl.trainer.config.run_config import RunConfig
 from verl.trainer.ppo.loaders import EndOfDataError
 from verl.utils.py_functional import object_array
 from verl.workers.rewards.scoring import FAILURE_COLUMN, Reason, given_scores
+from verl.workers.rollout.server import ABORTED, GenerationRequest, TokenOutput
 
 
 def test_a_group_that_fails_during_a_checkpoint_is_not_trained_after_a_resume(tmp_path: Path) -> None:
@@ -52,6 +63,7 @@ def test_a_group_that_fails_during_a_checkpoint_is_not_trained_after_a_resume(tm
     lineage = numbers(before) + numbers(after)
     assert failing.number not in lineage
     assert len(lineage) == len(set(lineage)) == STEPS * GROUPS
+    assert after[STEPS][2]["fully_async/count/failed_samples"] == 1
 
 
 def test_repeated_updates_have_their_recorded_scores_also_for_groups_of_the_checkpoint(tmp_path: Path) -> None:
@@ -162,3 +174,70 @@ def test_a_response_that_could_not_be_scored_is_restored() -> None:
     response = DataProto.from_dict({"responses": torch.ones(1, 2)}, {FAILURE_COLUMN: failures})
     (found,) = unpacked(packed(response), "event 3", ()).non_tensor_batch[FAILURE_COLUMN]
     assert (found, found.text) == ("raised", "ValueError: no number")
+
+
+def test_tokens_that_are_kept_count_for_the_age_of_their_group(tmp_path: Path) -> None:
+    """Tokens of a version that the ledger does not know are sampled again."""
+    trainer = make_trainer(tmp_path)
+    ((_, (group, _), _),) = collect(trainer, 1).values()
+    end(trainer)
+    with Ledger(tmp_path / "other.sqlite") as ledger:
+        for version, number in ((3, 13), (4, 14)):
+            ledger.append("published", {"version": version, "number": number})
+        for sample, numbers_of in ((0, [13, 14]), (1, [12, 13])):
+            kept = KeptTokens("uid", sample, [1], [2, 3], None, [(number, 1) for number in numbers_of])
+            ledger.append("turn", {"number": 0, "sample": sample}, json.dumps(asdict(kept)).encode())
+        sent = Group(0, group.prepared, group.row, group.prompt, group.requests, group.seeds)
+        History.read(ledger, 0, ()).restore(sent)
+    assert (list(sent.kept), sent.spans, sent.planned) == ([0], {0: (3, 4)}, 13)
+    scheduler = Scheduler(trainer.pace, lambda group: {}, lambda group, place: None, lambda group: None, 9, version=4)
+    scheduler.add([sent])
+    scheduler.stop()
+    assert sent.version == 3
+
+
+def test_kept_tokens_are_json_whatever_numbers_a_loop_gives() -> None:
+    hold = Hold()
+    parts = Parts(GenerationRequest(np.array([5, 6]), {}, "0"), [TokenOutput([7], None, ABORTED, [(1, 1)])])
+    hold.keep("uid", 0, parts)
+    (kept,) = asyncio.run(hold.begin())
+    assert json.loads(json.dumps(asdict(kept)))["prompt_ids"] == [5, 6]
+
+
+def test_no_update_takes_groups_that_are_already_too_old() -> None:
+    pace = Pace(groups=2, updates=1, ahead=1.0, bound=1)
+    finished = [Waiting(0, 3), Waiting(1, 5)]
+    assert pace.choose(4, finished, in_flight=[]) == finished
+    assert pace.choose(5, finished, in_flight=[]) is None
+
+
+def test_servers_are_looked_after_however_many_responses_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.trainer.asynchronous.scheduler._LOOK_S", 0.1)
+    group: Any = SimpleNamespace(number=0)
+    scheduler = Scheduler(Pace(1, 1, 0.0), lambda group: {}, lambda group, place: None, lambda group: None, 1)
+    scheduler._in_flight[0] = group
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(changes)
+        scheduler._in_flight.clear()
+
+    changes = 0
+    waiting = threading.Thread(target=scheduler.drain, args=(look,))
+    waiting.start()
+    while waiting.is_alive() and changes < 2000:
+        with scheduler._changed:
+            scheduler._changed.notify_all()
+        changes += 1
+        time.sleep(0.001)
+    waiting.join()
+    assert looks[0] < 2000
+
+
+def test_an_agent_loop_worker_takes_more_calls_than_a_step_has_responses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AgentLoopManager, "_init_replicas", lambda self: None)
+    monkeypatch.setattr(AgentLoopManager, "_init_agent_loop_workers", lambda self: None)
+    rollout = {"_target_": "verl.workers.config.RolloutConfig", "name": "vllm", "mode": "async"}
+    config = OmegaConf.create({"actor_rollout_ref": {"hybrid_engine": True, "rollout": rollout}})
+    manager = AgentLoopManager(config, SimpleNamespace())
+    assert manager.agent_loop_workers_class._default_options["max_concurrency"] > 50_000

@@ -108,7 +108,7 @@ class Hold:
         if parts.outputs[-1].token_ids:
             whole = parts.joined()
             tokens = list(whole.token_ids)
-            prompt = list(parts.request.prompt_ids)
+            prompt = [int(token) for token in parts.request.prompt_ids]  # a loop may give other numbers, not JSON
             self._kept.append(KeptTokens(uid, sample, prompt, tokens, whole.log_probs, whole.versions))
 
     def end(self) -> None:

@@ -39,7 +39,7 @@ from verl.utils.py_functional import object_array
 from verl.workers.config.actor_rollout_ref import is_hybrid
 from verl.workers.rewards.model_scores import SCORED_BY_MODEL, ScoresOfParts
 from verl.workers.rollout.base import BEHIND_COLUMN, DROPPED_COLUMN, STAYS_AWAKE
-from verl.workers.rollout.server_replica import RolloutReplica
+from verl.workers.rollout.server_replica import MOST_CALLS, RolloutReplica
 from verl.workers.rollout.standalone import ServerWatch, StandaloneServers, replica_class_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ class AgentLoopManager(Manager):
         if not hasattr(self, "rollout_replica_class"):
             self.rollout_replica_class = replica_class_of(self.rollout_config, self._is_hybrid)
         if not hasattr(self, "agent_loop_workers_class"):
-            self.agent_loop_workers_class = ray.remote(AgentLoopWorker)
+            # Above Ray's default of 1,000, calls of hold and go_on would wait for responses to end.
+            with_more_calls = ray.remote(max_concurrency=MOST_CALLS)  # type: ignore[call-overload] # Ray's omits it
+            self.agent_loop_workers_class = with_more_calls(AgentLoopWorker)
         self._init_replicas()
         self._init_agent_loop_workers()
 

@@ -117,7 +117,19 @@ class History:
         for place in group.missing:
             begun = self.begun.get(group.number, {}).get(place)
             if begun is not None:
-                group.kept[place] = _kept_tokens(self.ledger.payload(begun))
+                self._restore_part(group, place, _kept_tokens(self.ledger.payload(begun)))
+
+    def _restore_part(self, group: Group, place: int, kept: KeptTokens) -> None:
+        """Give a group the tokens of an interrupted response, if the ledger knows the versions that sampled them.
+
+        A ledger that begins with a segment may not.
+        """
+        numbers = [number for number, count in kept.versions if count]
+        versions = [self.published[number] for number in numbers if number in self.published]
+        if versions and len(versions) == len(numbers):
+            group.kept[place] = kept
+            group.spans[place] = min(versions), max(versions)  # the update must not be too late for its oldest token
+            group.plan(min(numbers))
 
     def add_scores(self, group: Group) -> None:
         """Give the responses of a group their recorded scores, if there are any; some may have none, for a reason."""

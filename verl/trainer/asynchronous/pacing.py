@@ -75,8 +75,8 @@ class Pace:
         """Return the groups of an update, those with the oldest tokens first; None if it has to wait.
 
         Without a limit the first groups that finished are taken. With one, an update also waits until the groups that
-        are left, those in flight included, can still be trained in time, unless groups that are too old are dropped. In
-        the order of the data, an update waits for all groups before its last one.
+        are left, those in flight included, can still be trained in time, unless groups that are too old are dropped; it
+        takes none that is too old. In the order of the data, an update waits for all groups before its last one.
 
         Args: ``in_flight`` are the versions at which the unfinished groups were sent, and ``first_in_flight`` is the
             lowest of their numbers.
@@ -89,10 +89,12 @@ class Pace:
         if self.bound is None:
             return sorted(finished)[: self.groups]
         by_age = sorted(finished, key=lambda group: (group.version, group.order))
+        chosen = by_age[: self.groups]
         if self.drops:
-            return by_age[: self.groups]
+            return chosen
         left = [group.version for group in by_age[self.groups :]]
-        return None if self.late([*left, *in_flight], update + 1) else by_age[: self.groups]
+        is_late = self.late([group.version for group in chosen], update) or self.late([*left, *in_flight], update + 1)
+        return None if is_late else chosen
 
     def is_late(self, version: int, update: int) -> bool:
         """Whether an update may no longer train a token of a version."""

@@ -129,6 +129,7 @@ class Scheduler:
     _failed_count: int = 0
     _is_held: bool = False
     _last_change: float = 0.0
+    _last_look: float = 0.0
     _failed: tuple[Group, int] | None = None
     _error: BaseException | None = None
     _thread: threading.Thread | None = None
@@ -253,15 +254,16 @@ class Scheduler:
             self._wait(look)
 
     def _wait(self, look: Callable[[], None]) -> None:
-        """Wait for a change, and look at the servers if none comes for a while.
+        """Wait for a change, and look at the servers every few seconds, however many changes come.
 
         Raises: TimeoutError when no group has ended for ``limit_s``.
         """
         with self._changed:
-            is_silent = not self._changed.wait(_LOOK_S)
-            waited_s = time.monotonic() - self._last_change
+            self._changed.wait(_LOOK_S)
+            now = time.monotonic()
+            waited_s = now - self._last_change
             numbers = sorted(self._in_flight)
-        if not is_silent:
+        if now - self._last_look < _LOOK_S:
             return
         if waited_s > self.limit_s:
             raise TimeoutError(
@@ -270,6 +272,7 @@ class Scheduler:
                 "Raise the limit, or set rollout.agent.trajectory_timeout_s"
             )
         look()
+        self._last_look = time.monotonic()
 
     def _check(self) -> None:
         """Raise what has ended a group or the thread."""

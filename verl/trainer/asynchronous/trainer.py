@@ -349,9 +349,7 @@ class AsyncTrainer(RayPPOTrainer):
         while len(groups) < room and (group := self._next_group(rows)) is not None:
             if self._is_wanted(group):
                 groups.append(group)
-                continue
-            self.progress.failed.append(group.number)
-            if self.pace.in_order:
+            elif self.pace.in_order:
                 self.scheduler.leave_out()
                 room -= 1
         self.scheduler.add(groups)
