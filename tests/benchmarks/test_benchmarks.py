@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -230,3 +231,13 @@ def check_bytes_of_a_phase() -> None:
         phase: {way: pytest.approx(value, rel=0.1) for way, value in moved.items()}
         for phase, moved in through[True, 64].items()
     }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_distance_of_lengths_is_the_mean_gap_of_their_sorted_pairs(seed: int) -> None:
+    asynchrony = load("asynchrony")
+    draw = random.Random(seed)
+    one, other = ([draw.randint(1, limit) for _ in range(20)] for limit in (50, 90))
+    gaps = [abs(a - b) for a, b in zip(sorted(one), sorted(other), strict=True)]
+    assert asynchrony.distance(one, other) == pytest.approx(sum(gaps) / 20)
+    assert asynchrony.distance(one, one * 3) == 0
