@@ -294,15 +294,16 @@ def test_a_closed_ledger_is_one_file_without_a_log(path: Path) -> None:
     assert path.read_bytes()[18:20] == b"\1\1"  # the header's versions for writing and reading; 2 is a log
 
 
-@pytest.mark.parametrize("name", ["missing.db", "text.db", "sqlite.db", "empty.db", "newer.db", "."])
+@pytest.mark.parametrize("name", ["missing.db", "text.db", "sqlite.db", "empty.db", "newer.db", "older.db", "."])
 def test_a_file_that_is_no_ledger_is_refused(
     path: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.db").write_text("no database, but as long as the header of one" * 10)
     (tmp_path / "empty.db").touch()
     change(tmp_path / "sqlite.db", "CREATE TABLE events (seq INTEGER)")
-    shutil.copy(path, tmp_path / "newer.db")
-    change(tmp_path / "newer.db", f"PRAGMA user_version = {FORMAT + 1}")
+    for other, version in (("newer.db", FORMAT + 1), ("older.db", FORMAT - 1)):
+        shutil.copy(path, tmp_path / other)
+        change(tmp_path / other, f"PRAGMA user_version = {version}")
     file = tmp_path / name
     with pytest.raises(LedgerFileError, match=str(file)):
         LedgerReader(file)

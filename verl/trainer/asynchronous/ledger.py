@@ -46,8 +46,8 @@ KINDS = MappingProxyType(
     }
 )
 """The kinds of events, each with its meaning."""
-FORMAT = 1
-"""The version of the file's form."""
+FORMAT = 2
+"""The version of the file's form, and of the facts in it."""
 
 _APPLICATION_ID = 0x76_6C_65_64  # "vled", in the header of the file
 _NO_EVENT = bytes(32)
@@ -122,7 +122,7 @@ class _Ends(NamedTuple):
 class LedgerReader:
     """Reads a ledger, also while another process writes it, or a segment. Any thread may call it.
 
-    Raises: LedgerFileError if the file does not exist, is no ledger, or has the form of a newer version; the methods
+    Raises: LedgerFileError if the file does not exist, is no ledger, or has the form of another version; the methods
         raise LedgerError if the file cannot be read.
     """
 
@@ -290,7 +290,7 @@ class Ledger(LedgerReader):
     """Opens or creates a ledger and is its only writer, until it is closed or its process ends.
 
     Raises: LedgerError if the file cannot be opened, or if another writer has it open, with the pid of that process;
-        LedgerFileError if the file is no ledger, or has the form of a newer version.
+        LedgerFileError if the file is no ledger, or has the form of another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -423,9 +423,9 @@ def _is_empty(connection: sqlite3.Connection, path: Path) -> bool:
         raise LedgerFileError(f"{path}: the file cannot be read as a ledger: {error}") from error
     if application != _APPLICATION_ID and (application or tables):
         raise LedgerFileError(f"{path}: the file is no ledger of asynchronous training")
-    if version > FORMAT:
+    if application and version != FORMAT:
         raise LedgerFileError(
-            f"{path}: the ledger has format {version}, this verl knows up to {FORMAT}: use a newer verl"
+            f"{path}: the ledger has format {version}, and this verl {FORMAT}: use the one that wrote it"
         )
     return not tables
 
