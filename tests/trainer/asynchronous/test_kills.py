@@ -241,3 +241,12 @@ def test_an_agent_loop_worker_takes_more_calls_than_a_step_has_responses(monkeyp
     config = OmegaConf.create({"actor_rollout_ref": {"hybrid_engine": True, "rollout": rollout}})
     manager = AgentLoopManager(config, SimpleNamespace())
     assert manager.agent_loop_workers_class._default_options["max_concurrency"] > 50_000
+
+
+def test_weights_that_no_server_gets_are_not_recorded_as_published(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, trigger_parameter_sync_step=2)
+    collect(trainer, 1)
+    trainer._look_after_servers()  # all of which live
+    end(trainer)
+    with LedgerReader(tmp_path / "ledger.sqlite") as reader:
+        assert [event.facts["number"] for event in reader.events("published")] == [10]

@@ -19,6 +19,7 @@ from verl.experimental.agent_loop.attempts import REPLACED
 from verl.experimental.agent_loop.held import KEPT_COLUMN, KeptTokens
 from verl.experimental.agent_loop.manager import joined_answers
 from verl.protocol import DataProto, tensors_of
+from verl.single_controller.base.actor import Actor
 from verl.single_controller.base.driver_phase import phase
 from verl.trainer.asynchronous.history import check_samples
 from verl.trainer.asynchronous.kept import FILE_NAME, Progress, load_groups, save_groups
@@ -237,8 +238,13 @@ class AsyncTrainer(RayPPOTrainer):
         servers = self._loops.servers
         if servers is None:  # the workers of the trainer serve, and their death ends the run
             return
-        self._number_weights(self.pace.version(self.scheduler.next_update))
-        servers.look_after(self._loops.sender(self.state.step), not self._options.partial_rollout, Event())
+        sender = self._loops.sender(self.state.step)
+
+        def send(handles: dict[str, Actor]) -> dict[str, str]:
+            self._number_weights(self.pace.version(self.scheduler.next_update))
+            return sender(handles)
+
+        servers.look_after(send, not self._options.partial_rollout, Event())
 
     # ---- groups
 
