@@ -187,8 +187,8 @@ def change_version(connection: sqlite3.Connection) -> int:
 
 
 def change_order(connection: sqlite3.Connection) -> int:
-    query = "SELECT seq, facts FROM events WHERE kind = 'batch' ORDER BY seq"
-    (seq, facts), (later, of_later) = connection.execute(query).fetchmany(2)
+    query = "SELECT seq, facts FROM events WHERE kind = 'batch' ORDER BY seq DESC"
+    (later, of_later), (seq, facts) = connection.execute(query).fetchmany(2)
     swapped = [json.loads(each) for each in (facts, of_later)]
     swapped[0]["numbers"], swapped[1]["numbers"] = swapped[1]["numbers"], swapped[0]["numbers"]
     for place, each in zip((seq, later), swapped, strict=True):
@@ -205,6 +205,21 @@ def test_a_replay_finds_a_changed_event(tmp_path: Path, change: Callable[[sqlite
         seq = change(connection)
     with pytest.raises(LedgerError, match=rf"event {seq} \("):
         collect(make_trainer(tmp_path / "replay", replay=str(path)), STEPS)
+
+
+@pytest.mark.parametrize("change", [change_token, change_version, change_order])
+@pytest.mark.parametrize("saved", [0, 1])
+def test_a_resumed_run_finds_a_changed_event(
+    tmp_path: Path, saved: int, change: Callable[[sqlite3.Connection], int]
+) -> None:
+    first = make_trainer(tmp_path, seed=4)
+    collect(first, 4, saves=[saved])
+    end(first)
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        seq = change(connection)
+    position = first.checkpoints.saved[saved][0] if saved else None
+    with pytest.raises(LedgerError, match=rf"event {seq} \("):
+        resumed(tmp_path, saved, position, "1" if saved else "0")
 
 
 def test_responses_to_other_data_are_not_taken(tmp_path: Path) -> None:

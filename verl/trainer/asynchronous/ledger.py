@@ -185,20 +185,20 @@ class LedgerReader:
             raise LedgerError(f"{self.path}: event {seq} has no payload")
         return payload
 
-    def verify(self) -> None:
-        """Check the chain of all events.
+    def verify(self, after: int = 0) -> None:
+        """Check the chain of all events, or of those ``after`` a number.
 
         Raises: LedgerError with the first wrong event, and what is wrong with it.
         """
-        if flaw := self._flaw():
+        if flaw := self._flaw(after):
             raise LedgerError(f"{self.path}: {flaw}")
 
-    def _flaw(self) -> str | None:
+    def _flaw(self, after: int = 0) -> str | None:
         """Return the first wrong event and what is wrong with it; None if the chain is whole."""
         ends = self._ends()
-        seq = ends.base_seq
-        previous = ends.base_digest
-        for row in self._rows((), -1, ends.last_seq, with_payload=True):
+        seq = max(after, ends.base_seq)
+        previous = self._digest_at(seq)
+        for row in self._rows((), after or -1, ends.last_seq, with_payload=True):
             seq += 1
             if flaw := row.flaw(seq, previous):
                 return f"event {row.seq} ({row.kind}): {flaw}"

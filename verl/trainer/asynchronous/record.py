@@ -114,9 +114,11 @@ class RunRecord:
         """Say and record what is repeated and taken over; return how many responses start again.
 
         Args: ``drawn`` prompts were drawn at the checkpoint.
+        Raises: LedgerError if one of the events that are repeated or taken over was changed.
         """
         if self._ledger is None or not (self._ledger.last_seq or step):
             return 0
+        self._ledger.verify(self._resumed_at)
         history = self.history
         finished, responses = history.num_finished()
         continued, restarted = self._under_way(self._ledger)
