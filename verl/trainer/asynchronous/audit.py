@@ -4,6 +4,7 @@
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -123,11 +124,12 @@ class Audit:
 
 
 def _spread(values: Sequence[float]) -> str:
-    """Describe a distribution."""
-    if not values:
+    """Describe a distribution; a scorer may return numbers that are not finite, which are left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return "none"
-    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9)).tolist()
-    return f"mean {mean(values):.4g}, tenth {low:.4g}, median {middle:.4g}, last tenth {high:.4g}"
+    low, middle, high = np.quantile(finite, (0.1, 0.5, 0.9)).tolist()
+    return f"mean {mean(finite):.4g}, tenth {low:.4g}, median {middle:.4g}, last tenth {high:.4g}"
 
 
 def main(arguments: list[str] | None = None) -> int:
