@@ -83,6 +83,8 @@ def test_the_example_sets_both_keys():
     root = Path(__file__).parents[2] / "examples" / "dr_grpo_trainer"
     (script,) = root.glob("*.sh")
     text = script.read_text()
-    for word in ("adv_estimator=grpo", "norm_adv_by_std_in_grpo=false", "loss_agg_mode=seq-mean-token-sum-norm"):
+    base = root.parent / "grpo_trainer" / "run_qwen2.5-0.5b_gsm8k.sh"
+    assert f"../{base.parent.name}/{base.name}" in text and "adv_estimator=grpo" in base.read_text()
+    for word in ("norm_adv_by_std_in_grpo=false", "loss_agg_mode=seq-mean-token-sum-norm"):
         assert word in text
     assert "use_kl_loss=false" in text  # the paper has no KL term
