@@ -161,18 +161,18 @@ class AsyncLLMServerManager:
             parts.outputs += attempt.kept.part(request)
         lost = 0
         while True:
-            is_held = attempt is not None and attempt.trains
-            if is_held:
+            may_be_held = attempt is not None and attempt.trains
+            if may_be_held:
                 await self.held.wait()
             server = await self._server_for(conversation, len(prompt_ids))
-            if is_held and self.held.is_on:
+            if may_be_held and self.held.is_on:
                 continue
             if attempt is not None:
                 attempt.servers.append(server.name)
             request = parts.rest()
             try:
                 with timeline.grouped(attempt.id if attempt is not None else ""):
-                    output, is_interrupted = await self._interruptible(server, request, is_held)
+                    output, is_interrupted = await self._interruptible(server, request, may_be_held)
             except (ServerError, RayActorError) as error:
                 self._take_out(server, _loss_of(error))
                 lost += 1

@@ -12,28 +12,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
-from typing import TypedDict, cast
+from typing import cast
 
 import numpy as np
 
 from verl.errors import LedgerError, WrongInput
-from verl.trainer.asynchronous.ledger import KINDS, Event, LedgerReader
+from verl.trainer.asynchronous.ledger import KINDS, Event, Facts, LedgerReader
 from verl.utils.observe.console import get_console
-
-
-class _Facts(TypedDict):
-    """The facts of the events that are read, each of which has some."""
-
-    number: int
-    sample: int
-    span: tuple[int, int]
-    update: int
-    numbers: list[int]
-    version: int
-    reason: str
-    length: int
-    scores: list[float]
-    drawn: int
 
 
 @dataclass
@@ -70,7 +55,7 @@ class Audit:
         start = 0
         newest: dict[int, int] = {}
         for event in events:
-            facts = cast(_Facts, event.facts)
+            facts = cast(Facts, event.facts)
             if event.kind == "drawn":
                 drawn.add(facts["number"])
             elif event.kind == "resumed" and not drawn:

@@ -5,34 +5,18 @@ import json
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 
 from verl.errors import WrongInput
 from verl.experimental.agent_loop.held import KeptTokens
 from verl.protocol import DataProto, tensors_of
-from verl.trainer.asynchronous.ledger import LedgerReader
+from verl.trainer.asynchronous.ledger import Facts, LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.loading import load_pickle
 from verl.utils.py_functional import object_array
 from verl.workers.rewards.scoring import FAILURE_COLUMN
-
-
-class _Facts(TypedDict):
-    """The facts of the events that are read, each of which has some."""
-
-    number: int
-    version: int
-    sample: int
-    samples: int
-    span: tuple[int, int]
-    planned: int
-    reason: str
-    update: int
-    numbers: list[int]
-    weights: list[str]
-    failures: list[str | None]
 
 
 @dataclass
@@ -60,14 +44,14 @@ class History:
     weights: dict[int, list[str]] = field(default_factory=dict)
     begun: dict[int, dict[int, int]] = field(default_factory=dict)
     published: dict[int, int] = field(default_factory=dict)
-    _facts: dict[int, _Facts] = field(default_factory=dict)
+    _facts: dict[int, Facts] = field(default_factory=dict)
 
     @classmethod
     def read(cls, ledger: LedgerReader, after: int, trusted_classes: Iterable[str]) -> "History":
         """Read the events after a place."""
         history = cls(ledger, tuple(trusted_classes))
         for event in ledger.events("finished", "scored", "failed", "batch", "update", after=after):
-            facts = cast(_Facts, event.facts)
+            facts = cast(Facts, event.facts)
             if event.kind == "batch":
                 history.batches[facts["update"]] = facts["numbers"]
             elif event.kind == "update":
@@ -81,7 +65,7 @@ class History:
                 history.finished.setdefault(facts["number"], {})[facts["sample"]] = event.seq
                 history._facts[event.seq] = facts
         for event in ledger.events("turn", "published"):
-            facts = cast(_Facts, event.facts)
+            facts = cast(Facts, event.facts)
             if event.kind == "published":
                 history.published[facts["number"]] = facts["version"]
             else:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypedDict, TypeVar
 
 from verl.errors import ContractError, LedgerError, LedgerFileError
 from verl.utils.checkpoint.files import sync_folder, temporary_folder
@@ -65,6 +65,41 @@ _ROWS_AT_ONCE = 16
 _BUSY_S = 60.0
 """Limit of a wait for another process, which repairs the file after a kill."""
 _REMEDY = "free disk space, or put the file into a folder of a local disk that this process may write"
+
+
+class Facts(TypedDict):
+    """The facts of events that are read again; an event has some of them.
+
+    Attributes:
+        number: the place of a group in the data.
+        sample, samples: the place of a response in its group, and the responses of the group.
+        seeds: the sampling seed of each response.
+        version: version of the weights that the servers had.
+        span: the oldest and the newest version that sampled a token.
+        planned: the engine's number of the weights that were to sample.
+        length: tokens of a response.
+        scores, failures: score of each response, and why it has none.
+        reason: why a group is not trained.
+        update, numbers: an update, and the groups that it trains.
+        weights: digests of the weights, one per rank.
+        drawn: prompts that were drawn at a checkpoint.
+    """
+
+    number: int
+    sample: int
+    samples: int
+    seeds: list[int]
+    version: int
+    span: tuple[int, int]
+    planned: int
+    length: int
+    scores: list[float]
+    failures: list[str | None]
+    reason: str
+    update: int
+    numbers: list[int]
+    weights: list[str]
+    drawn: int
 
 
 @dataclass(frozen=True)
@@ -466,6 +501,3 @@ def _second_writer(path: Path, pid: str) -> LedgerError:
     return LedgerError(
         f"{path}: process {pid or 'unknown'} writes this ledger, and a ledger has one writer: end it first"
     )
-
-
-# ---- the command

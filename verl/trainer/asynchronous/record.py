@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self, TypedDict, cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor
@@ -15,20 +15,12 @@ from verl.errors import WrongInput
 from verl.experimental.agent_loop.held import KeptTokens
 from verl.trainer.asynchronous.history import History, packed
 from verl.trainer.asynchronous.kept import response_lengths
-from verl.trainer.asynchronous.ledger import Ledger, LedgerReader
+from verl.trainer.asynchronous.ledger import Facts, Ledger, LedgerReader
 from verl.trainer.asynchronous.scheduler import Group
 from verl.utils.json_types import JsonObject
 from verl.utils.observe.digest import tensor_digest
 
 logger = logging.getLogger(__name__)
-
-
-class _Facts(TypedDict):
-    """The facts of the events that are read, each of which has some."""
-
-    number: int
-    sample: int
-    seeds: list[int]
 
 
 NAME = "ledger.sqlite"
@@ -148,7 +140,7 @@ class RunRecord:
         begun: set[tuple[int, int]] = set()
         ended: set[tuple[int, int]] = set()
         for event in ledger.events("sent", "turn", "finished", "failed"):
-            facts = cast(_Facts, event.facts)
+            facts = cast(Facts, event.facts)
             if event.kind == "sent":
                 sent[facts["number"]] = len(facts["seeds"])
             elif event.kind == "failed":

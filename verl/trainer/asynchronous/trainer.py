@@ -153,7 +153,7 @@ class AsyncTrainer(RayPPOTrainer):
     @property
     def _takes_turns(self) -> bool:
         """Whether servers and trainer take turns on the same devices."""
-        return self.run_config.async_training.takes_turns and not self.record.is_replay
+        return self._options.takes_turns and not self.record.is_replay
 
     @property
     def _loops(self) -> AgentLoopManager:
@@ -271,7 +271,7 @@ class AsyncTrainer(RayPPOTrainer):
 
     def _interrupt(self) -> None:
         """Take the devices from the servers; unfinished responses keep their tokens, or are waited for before."""
-        if self.run_config.async_training.partial_rollout:
+        if self._options.partial_rollout:
             self.scheduler.hold()
         else:
             self.scheduler.drain(self._look_after_servers)

@@ -184,7 +184,7 @@ def _other_lengths(entries: Entries) -> Iterator[Flag]:
         at, value = trained[-1]
         reason = (
             f"the responses that were trained have {value:.0f} tokens on average, and those that were generated "
-            f"{generated[at]:.0f}: what was dropped, filtered or failed is not like the rest"
+            f"{generated[at]:.0f}: those that were dropped are not like the others"
         )
         yield Flag("other lengths trained", step, reason, "generated")
 
